@@ -58,5 +58,28 @@ class SequenceTooLong(PlanError):  # noqa: N818 - the name users read: it says w
         return type(self), (self.position, self.length, self.max_tokens, self.rank)
 
 
+class GroupTooLong(PlanError):  # noqa: N818
+    """Rows that must stay together exceed the token budget of a micro-batch.
+
+    Attributes:
+        position: index of the first row of the group in the lengths that were planned.
+        rows: number of rows in the group.
+        length: their tokens together.
+        max_tokens: the budget they exceed, in tokens.
+        rank: the data-parallel rank that holds them, or None when one process planned alone.
+    """
+
+    def __init__(self, position: int, rows: int, length: int, max_tokens: int, rank: int | None = None) -> None:
+        self.position, self.rows, self.length, self.max_tokens, self.rank = position, rows, length, max_tokens, rank
+        where = f"the group of sequence {position}" + ("" if rank is None else f" of data-parallel rank {rank}")
+        super().__init__(
+            f"{where} has {length} tokens in {rows} rows, above max_tokens={max_tokens}: raise max_tokens to at least "
+            f"{length}, make the groups smaller, or pass oversize='alone' to give it a micro-batch of its own"
+        )
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.position, self.rows, self.length, self.max_tokens, self.rank)
+
+
 class PlanMismatch(PlanError):  # noqa: N818
     """Ranks that must follow one plan hold different ones."""

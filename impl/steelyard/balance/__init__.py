@@ -1,0 +1,18 @@
+"""Which sequences share a micro-batch: plans that keep the token cap, need few micro-batches and level their work."""
+
+from typing import TYPE_CHECKING
+
+from steelyard.balance.microbatch import plan_micro_batches, plan_step
+from steelyard.balance.plan import MicroBatchPlan, PlanSummary
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["MicroBatchPlan", "PlanSummary", "plan_micro_batches", "plan_step", "verify_digest"]
+
+
+def verify_digest(plan: MicroBatchPlan, group: "ProcessGroup") -> None:
+    """Raise ``PlanMismatch`` on every rank of ``group`` unless all hold the same plan (one collective)."""
+    from steelyard.balance import agreement  # torch is needed only where ranks talk
+
+    agreement.verify_digest(plan, group)

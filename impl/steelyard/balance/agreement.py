@@ -1,0 +1,113 @@
+"""Ranks that plan together agree before any of them goes on: all get a plan, or all raise the same error.
+
+Every exchange is one ``all_gather_object``. A rank whose own input is bad still takes part and sends its error, so nobody waits
+for it; the error of the lowest rank is raised everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from steelyard.balance.microbatch import check_fill, least_counts, plan_count
+from steelyard.balance.plan import MicroBatchPlan
+from steelyard.balance.request import Batch, Cost, Settings, read_batch
+from steelyard.errors import PlanError, PlanMismatch
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank tells the others."""
+
+    error: PlanError | None = None
+    settings: Settings | None = None
+    same_count: bool = True
+    items: int = 0
+    least: int = 0
+    bound: int = 0
+
+
+def gather(value: Any, group: ProcessGroup) -> list[Any]:
+    """``value`` of every rank of ``group``; the one collective of this module."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def plan_together(
+    lengths: Any,
+    values: tuple,
+    cost: Cost | None,
+    groups: Sequence[Hashable] | None,
+    group: ProcessGroup,
+    *,
+    same_count: bool,
+) -> MicroBatchPlan:
+    """``plan_micro_batches`` for the ranks of ``group``; ``values`` are the fields of ``Settings``."""
+    rank = dist.get_rank(group)
+    batch, report = _report(lengths, values, cost, groups, rank, same_count)
+    reports: list[_Report] = gather(report, group)
+    _raise_first_error(reports)
+    assert batch is not None
+    assert report.settings is not None
+    settings = report.settings
+    count = max(one.least for one in reports) if same_count else report.least
+    bound = max(one.bound for one in reports) if same_count else report.bound
+    for other, one in enumerate(reports):
+        check_fill(one.items, count if same_count else one.least, settings, f"data-parallel rank {other}: ")
+    return plan_count(batch, settings, 1, count, bound)[0]
+
+
+def _report(
+    lengths: Any, values: tuple, cost: Cost | None, groups: Sequence[Hashable] | None, rank: int, same_count: bool
+) -> tuple[Batch | None, _Report]:
+    """Everything that can go wrong on this rank alone, caught so that it can be sent."""
+    try:
+        settings = Settings(*values)
+        batch = read_batch(lengths, settings, cost, groups, rank=rank)
+        least, bound = least_counts(batch, settings)
+    except PlanError as error:
+        return None, _Report(error=error)
+    except Exception as error:  # a cost function of the caller may raise anything: the others must not wait for us
+        return None, _Report(
+            error=PlanError(f"data-parallel rank {rank} failed to plan: {type(error).__name__}: {error}")
+        )
+    return batch, _Report(None, settings, same_count, len(batch.items), least, bound)
+
+
+def _raise_first_error(reports: list[_Report]) -> None:
+    for one in reports:
+        if one.error is not None:
+            raise one.error
+    first = reports[0]
+    for rank, one in enumerate(reports):
+        if (one.settings, one.same_count) != (first.settings, first.same_count):
+            raise PlanMismatch(
+                f"data-parallel rank {rank} plans with {one.settings}, same_count={one.same_count} but rank 0 with "
+                f"{first.settings}, same_count={first.same_count}: pass the same settings on every rank"
+            )
+    if not any(one.items for one in reports):
+        raise PlanError("lengths is empty on every rank: there is no sequence to plan")
+
+
+def verify_digest(plan: MicroBatchPlan, group: ProcessGroup) -> None:
+    """Raise ``PlanMismatch`` on every rank of ``group`` unless all hold the same plan (one collective).
+
+    Call it over the model-parallel group (tensor, context and pipeline peers) before the first micro-batch.
+    """
+    facts = gather((plan.digest, len(plan.indices)), group)
+    if all(one == facts[0] for one in facts):
+        return
+    held = ", ".join(
+        f"rank {rank}: {digest[:12]} ({count} micro-batches)" for rank, (digest, count) in enumerate(facts)
+    )
+    raise PlanMismatch(
+        f"model-parallel peers hold different plans ({held}): plan from the same lengths, in the same order, with the same "
+        f"settings on each of them"
+    )

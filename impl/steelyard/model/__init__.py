@@ -1,0 +1,1 @@
+"""Megatron models: the host they run on, how they are built, and the attention under them."""

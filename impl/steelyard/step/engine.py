@@ -1,0 +1,189 @@
+"""One forward-backward pass over a mini-batch, for every role, on Megatron's own schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from steelyard.balance import MicroBatchPlan, plan_micro_batches
+from steelyard.errors import InputError, PlanError
+from steelyard.parallel import ParallelLayout
+from steelyard.pipeline import Pipeline, legal_count
+from steelyard.step.batch import MicroBatch, RolloutBatch, make_micro_batch
+from steelyard.step.losses import mask_totals
+from steelyard.step.roles import Role
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How a mini-batch is cut into micro-batches.
+
+    Exactly one of the first two is set.
+
+    Attributes:
+        micro_batch_size: fixed micro-batches of this many rows, in the order of the batch.
+        max_tokens: dynamic micro-batches of at most this many tokens per GPU; context-parallel ranks share a micro-batch, so
+            the budget of a micro-batch is cp times this.
+        packed: pack the rows of a micro-batch into one sequence (THD) instead of padding them to the longest (BSHD).
+        layout: the parallel layout that megatron-core was initialised with.
+        cost: work of sequences, for balancing (a ``SequenceCost``, or any callable from lengths to work).
+    """
+
+    micro_batch_size: int | None = None
+    max_tokens: int | None = None
+    packed: bool = True
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    cost: Callable[[Sequence[int]], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.micro_batch_size is None) == (self.max_tokens is None):
+            raise InputError(
+                f"set either micro_batch_size (fixed) or max_tokens (dynamic): got micro_batch_size={self.micro_batch_size}, "
+                f"max_tokens={self.max_tokens}"
+            )
+        for name in ("micro_batch_size", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name}={value} must be at least 1")
+
+    @property
+    def alignment(self) -> int:
+        """Tokens of a row come in multiples of this, so that sequence parallelism can split them."""
+        return self.layout.tp if self.layout.sequence_parallel else 1
+
+    def pipeline(self) -> Pipeline | None:
+        """The schedule to plan for, or None without pipeline stages."""
+        layout = self.layout
+        return Pipeline(layout.pp, virtual=layout.vpp, group=layout.group) if layout.pp > 1 else None
+
+
+def plan(batch: RolloutBatch, settings: StepSettings) -> list[list[int]]:
+    """The rows of every micro-batch, in execution order.
+
+    Raises:
+        PlanError: a row above the budget, or a count of fixed micro-batches that Megatron's schedule refuses.
+    """
+    pipeline = settings.pipeline()
+    if settings.micro_batch_size is not None:
+        size = settings.micro_batch_size
+        indices = [list(range(start, min(start + size, batch.rows))) for start in range(0, batch.rows, size)]
+        if pipeline is not None and legal_count(len(indices), pipeline) != len(indices):
+            raise PlanError(
+                f"{batch.rows} rows in fixed micro-batches of {size} make {len(indices)}, which Megatron's schedule for {pipeline} "
+                f"refuses; the next legal count is {legal_count(len(indices), pipeline)}: change micro_batch_size, or set "
+                f"max_tokens for dynamic micro-batches"
+            )
+        return indices
+    layout = settings.layout
+    # Each row takes whole multiples of the alignment: that is what the budget has to hold.
+    slots = -(-batch.lengths // settings.alignment) * settings.alignment
+    made = plan_micro_batches(
+        slots,
+        settings.max_tokens * layout.cp,
+        cost=settings.cost,
+        pipeline=pipeline,
+        group=parallel_state.get_data_parallel_group() if layout.dp > 1 else None,
+    )
+    return made.indices
+
+
+def forward_backward_batch(
+    batch: RolloutBatch | Mapping[str, torch.Tensor],
+    role: Role,
+    models: list[torch.nn.Module],
+    settings: StepSettings,
+    *,
+    indices: Sequence[Sequence[int]] | MicroBatchPlan | None = None,
+    forward_only: bool = False,
+) -> dict[str, list]:
+    """Run one mini-batch through the model, micro-batch by micro-batch; gradients end up in the models' gradient buffers.
+
+    Loss and gradients are those of the whole mini-batch over all data-parallel ranks, whatever the micro-batches are.
+
+    Args:
+        batch: this data-parallel rank's rows. Kept on the host, each micro-batch moves to the device when its turn comes.
+        role: actor, critic or reward model.
+        models: this rank's chunks, as ``build_model`` returned them.
+        settings: fixed or dynamic micro-batches, packed or padded.
+        indices: micro-batches that were planned elsewhere (positions in ``batch``); None plans them here.
+        forward_only: compute outputs, no loss and no gradients.
+
+    Returns:
+        ``indices``: the rows of each micro-batch, in execution order. ``output``: one dictionary per micro-batch on the last
+        pipeline stage, an empty list on the others. Forward only, it holds the role's output as [b, R] (zero where no token is
+        scored); otherwise ``sums``, for ``reduce_metrics``. Both carry ``computed_tokens``; none carries a graph.
+
+    Raises:
+        BatchError: a field that the role needs is missing.
+        PlanError: no legal micro-batches.
+    """
+    rollouts = batch if isinstance(batch, RolloutBatch) else RolloutBatch.of(batch)
+    needed = () if forward_only else role.inputs
+    rollouts.require(needed)
+    if isinstance(indices, MicroBatchPlan):
+        indices = indices.indices
+    chosen = [list(part) for part in (plan(rollouts, settings) if indices is None else indices)]
+    weights = torch.zeros_like(rollouts.response_mask) if forward_only else _weights(rollouts, role)
+
+    def micro_batches() -> Iterator[MicroBatch]:
+        for rows in chosen:
+            yield make_micro_batch(
+                rollouts,
+                rows,
+                weights,
+                needed,
+                device=torch.cuda.current_device(),
+                packed=settings.packed,
+                tp=settings.alignment,
+            )
+
+    # megatron-core multiplies the loss by cp, divides it by the count, and DDP averages over dp*cp ranks: undo what is not
+    # ours, since the weights already hold the global normaliser.
+    scale = len(chosen) * settings.layout.dp
+    finish = partial(_outputs, role) if forward_only else partial(_loss, role, scale)
+    output = get_forward_backward_func()(
+        forward_step_func=partial(_forward_step, finish),
+        data_iterator=[micro_batches() for _ in models] if len(models) > 1 else micro_batches(),
+        model=models if len(models) > 1 else models[0],
+        num_microbatches=len(chosen),
+        # Shapes are exchanged between stages: these two are not read.
+        seq_length=1,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    return {"output": output, "indices": chosen}
+
+
+def _weights(batch: RolloutBatch, role: Role) -> torch.Tensor:
+    """[B, R] share of each token in the loss; normalisers span all data-parallel ranks and are never read back."""
+    totals = mask_totals(batch.response_mask).to(torch.cuda.current_device(), non_blocking=True)
+    dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+    return role.aggregation.weights(batch.response_mask, totals)
+
+
+def _forward_step(
+    finish: Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, dict]],
+    micro_batches: Iterator[MicroBatch],
+    model: torch.nn.Module,
+) -> tuple[torch.Tensor, Callable]:
+    part = next(micro_batches)
+    output = model(part.input_ids, part.position_ids, None, packed_seq_params=part.packed_seq_params)
+    return output, partial(finish, part)
+
+
+def _outputs(role: Role, part: MicroBatch, model_output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    output = role.output(model_output, part).detach()
+    kept = {role.output_name: part.spread(output), "computed_tokens": part.computed_tokens}
+    return output.new_zeros(()), kept
+
+
+def _loss(role: Role, scale: float, part: MicroBatch, model_output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    loss, sums = role.loss(role.output(model_output, part), part)
+    return loss * scale, {"sums": sums, "computed_tokens": part.computed_tokens}
