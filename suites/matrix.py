@@ -1,4 +1,4 @@
-"""Matrices as data: a TOML file names suites, workloads, layouts and sizes; this module checks it, spells out the cells."""
+"""Matrices as data: a TOML file names suites, workloads, layouts and sizes; here it is checked and made into cells."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
-
 from steelyard import lengths
 from steelyard.cost import ModelShape
 from steelyard.errors import InputError
@@ -155,6 +154,11 @@ class Matrix(Strict):
                 if lengths_file is None:
                     lengths.workload(workload)
                 layout.parallel().check(cell.model.shape())
+                if cell.rows % layout.dp:
+                    raise InputError(
+                        f"matrix {self.name}, cell {cell.id}: rows={cell.rows} must be a multiple of dp={layout.dp}, as "
+                        f"the naive side gives every data-parallel rank as many rows"
+                    )
                 cells[cell.id] = cell
         return list(cells.values())
 

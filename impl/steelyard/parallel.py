@@ -19,7 +19,8 @@ class ParallelLayout:
 
     Attributes:
         tp: tensor-parallel size.
-        sp: sequence parallel (activations split over the tp ranks between the matrix products). None means "on when tp > 1".
+        sp: sequence parallel (activations split over the tp ranks between the matrix products). None switches it on
+            with tp.
         pp: pipeline stages.
         vpp: virtual stages (model chunks) per pipeline stage.
         cp: context-parallel size.
@@ -48,7 +49,9 @@ class ParallelLayout:
         if self.sp is None:
             object.__setattr__(self, "sp", self.tp > 1)
         if self.sp and self.tp == 1:
-            raise LayoutError("sp=True needs tp > 1: sequence parallelism splits activations over the tensor-parallel ranks")
+            raise LayoutError(
+                "sp=True needs tp > 1: sequence parallelism splits activations over the tensor-parallel ranks"
+            )
         if self.cp_kind not in ("all_gather", "all_to_all"):
             raise LayoutError(f"cp_kind={self.cp_kind!r} is unknown: use 'all_gather' or 'all_to_all'")
         if self.vpp > 1 and self.pp == 1:
@@ -58,9 +61,8 @@ class ParallelLayout:
         elif self.group < self.pp:
             raise LayoutError(f"group={self.group} is below pp={self.pp}: Megatron wants pp <= group <= micro-batches")
         if (self.tp * self.cp * self.dp) % self.ep:
-            raise LayoutError(
-                f"ep={self.ep} does not divide the {self.tp * self.cp * self.dp} ranks of a stage (tp*cp*dp): choose a divisor"
-            )
+            ranks = self.tp * self.cp * self.dp
+            raise LayoutError(f"ep={self.ep} does not divide the {ranks} ranks of a stage (tp*cp*dp): use a divisor")
 
     @property
     def world(self) -> int:
@@ -80,18 +82,22 @@ class ParallelLayout:
     def check(self, shape: ModelShape) -> None:
         """Raise ``LayoutError`` where Megatron could not build ``shape`` on this layout."""
         if shape.heads % self.tp:
-            raise LayoutError(f"tp={self.tp} does not divide the model's {shape.heads} attention heads: use a divisor of them")
+            raise LayoutError(
+                f"tp={self.tp} does not divide the model's {shape.heads} attention heads: use a divisor of them"
+            )
         if shape.kv_heads % self.tp and self.tp % shape.kv_heads:
             raise LayoutError(
-                f"tp={self.tp} neither divides nor is a multiple of the model's {shape.kv_heads} key-value heads: use a "
-                f"divisor or a multiple of them"
+                f"tp={self.tp} neither divides the model's {shape.kv_heads} key-value heads nor is a multiple of them: "
+                f"use one that does"
             )
         if shape.ffn % self.tp:
-            raise LayoutError(f"tp={self.tp} does not divide the feed-forward size {shape.ffn}")
+            raise LayoutError(f"tp={self.tp} does not divide the model's feed-forward size {shape.ffn}: use a divisor")
+        if shape.vocab % self.tp:
+            raise LayoutError(f"tp={self.tp} does not divide the model's vocabulary of {shape.vocab}: use a divisor")
         chunks = self.pp * self.vpp
         if shape.layers % chunks:
             raise LayoutError(
-                f"pp*vpp={chunks} does not divide the model's {shape.layers} layers: choose pp and vpp whose product does"
+                f"pp*vpp={chunks} does not divide the model's {shape.layers} layers: use pp and vpp whose product does"
             )
         if self.ep > 1 and not shape.experts:
             raise LayoutError(f"ep={self.ep} needs a mixture-of-experts model; this one is dense: use ep=1")
@@ -108,7 +114,9 @@ class ParallelLayout:
     def __str__(self) -> str:
         """The sizes that differ from one rank, e.g. ``tp2+sp pp2 vpp2``; ``1`` for a single rank."""
         sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "vpp": self.vpp, "dp": self.dp, "ep": self.ep}
-        parts = [f"{name}{size}" + ("+sp" if name == "tp" and self.sp else "") for name, size in sizes.items() if size > 1]
+        parts = [
+            f"{name}{size}" + ("+sp" if name == "tp" and self.sp else "") for name, size in sizes.items() if size > 1
+        ]
         if self.cp > 1 and self.cp_kind == "all_to_all":
             parts[parts.index(f"cp{self.cp}")] += "(a2a)"
         return " ".join(parts) or "1"

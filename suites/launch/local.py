@@ -2,7 +2,7 @@
 
 ``run_ranks("package.module:function", world, payload)`` starts ``world`` fresh interpreters. Each joins a process group
 over a file store (no port can clash), calls the function with the payload, and rank 0's JSON result comes back. A rank
-that raises, is killed, or outlives the limit ends all of them, and the parent raises ``RanksFailed`` with what is known.
+that raises, is killed or outlives the limit ends all of them, and the parent raises ``RanksFailed`` with what is known.
 """
 
 from __future__ import annotations
@@ -136,7 +136,6 @@ def _rank_main(folder: Path, rank: int, world: int, time_limit: float) -> None:
     try:
         import torch
         import torch.distributed as dist
-
         from steelyard.model import host
 
         torch.set_num_threads(THREADS_PER_RANK)

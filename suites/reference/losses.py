@@ -32,17 +32,18 @@ class Row:
     """One rollout: prompt ids [P], response ids [R], and per response token what the losses need, each [R].
 
     ``mask`` may have holes (tool output, say). Optional fields are needed by the step that reads them: old_log_probs
-    and advantages (and ref_log_probs for the KL loss) by the actor, values and returns by the critic. Lists will do.
+    and advantages (and ref_log_probs for the KL loss) by the actor, values and returns by the critic.
+    Lists are converted.
     """
 
-    prompt: Tensor | Sequence[int]
-    response: Tensor | Sequence[int]
-    mask: Tensor | Sequence[float]
-    old_log_probs: Tensor | Sequence[float] | None = None
-    advantages: Tensor | Sequence[float] | None = None
-    ref_log_probs: Tensor | Sequence[float] | None = None
-    values: Tensor | Sequence[float] | None = None
-    returns: Tensor | Sequence[float] | None = None
+    prompt: Tensor
+    response: Tensor
+    mask: Tensor
+    old_log_probs: Tensor | None = None
+    advantages: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.prompt = torch.as_tensor(self.prompt, dtype=torch.long)

@@ -1,12 +1,13 @@
 """Core attention for packed (THD) and padded (BSHD) input without TransformerEngine.
 
-Tensor names carry their dimensions: T tokens of a packed micro-batch, S positions, B rows, N query heads, K key-value heads,
-D head dimension.
+Tensor names carry their dimensions: T tokens of a packed micro-batch, S positions, B rows, N query heads, K key-value
+heads, D head dimension.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ FLASH_DTYPES = (torch.float16, torch.bfloat16)
 class PackedAttention(MegatronModule):
     """Causal attention that megatron-core's ``SelfAttention`` takes as its ``core_attention``.
 
-    Packed input runs one variable-length flash kernel where CUDA offers it (half precision), and exact attention sequence by
-    sequence elsewhere: on a CPU that is several times faster than a padded batch or a document mask.
+    Packed input runs one variable-length flash kernel where CUDA offers it (half precision), and exact attention
+    sequence by sequence elsewhere: on a CPU that is several times faster than a padded batch or a document mask.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         if config.context_parallel_size > 1:
             raise LayoutError(
-                f"cp={config.context_parallel_size}: this attention sees only its own tokens; use cp=1 or another core_attention"
+                f"cp={config.context_parallel_size}: this attention sees only this rank's tokens; use cp=1"
             )
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
-            raise InputError(f"attention_dropout={dropout}: reinforcement learning needs it at 0, or log-probabilities differ")
+            raise InputError(
+                f"attention_dropout={dropout}: reinforcement learning needs it at 0, or log-probabilities differ"
+            )
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -72,9 +75,11 @@ class PackedAttention(MegatronModule):
         out_BNSD = self._exact(q_BNSD, k_BKSD, v_BKSD)
         return out_BNSD.permute(2, 0, 1, 3).flatten(2)
 
-    def _by_sequence(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: list[int]) -> torch.Tensor:
+    def _by_sequence(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: list[int]
+    ) -> torch.Tensor:
         out_TND = []
-        for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+        for start, end in pairwise(cu_seqlens):
             if start == end:
                 continue
             q, k, v = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (query, key, value))

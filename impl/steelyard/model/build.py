@@ -1,7 +1,7 @@
-"""Builds megatron-core's own GPTModel, its DDP wrapper and its optimizer from a ``ModelShape`` and a ``ParallelLayout``.
+"""Builds megatron-core's own GPTModel, its DDP wrapper and its optimizer from a shape and a parallel layout.
 
-Nothing here needs TransformerEngine: the layers are megatron-core's local ones with ``PackedAttention`` as core attention and
-``RMSNorm`` below, which knows about sequence parallelism (megatron-core's local norm refuses it).
+Nothing here needs TransformerEngine: the layers are megatron-core's local ones with ``PackedAttention`` as core
+attention and ``RMSNorm`` below, which knows about sequence parallelism (megatron-core's local norm refuses it).
 """
 
 from __future__ import annotations
@@ -233,7 +233,9 @@ def _connect_to_schedule(config: TransformerConfig, chunks: list[DistributedData
         config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
 
 
-def build_optimizer(chunks: list[torch.nn.Module], *, lr: float, max_grad_norm: float = 1.0, **settings: Any) -> MegatronOptimizer:
+def build_optimizer(
+    chunks: list[torch.nn.Module], *, lr: float, max_grad_norm: float = 1.0, **settings: Any
+) -> MegatronOptimizer:
     """Megatron's optimizer (Adam) over the chunks: distributed when their DDP configuration says so.
 
     Args:

@@ -1,10 +1,10 @@
 """Where megatron-core runs: on CUDA as it is, or on a CPU after a few adaptions.
 
-megatron-core asks ``torch.cuda`` for the current device, streams and random states, and writes ``device="cuda"`` in places.
-``running_on("cpu")`` answers those questions for the CPU while the context is held, and puts everything back when it is left.
-No file of megatron-core is edited, ``torch.cuda.is_available()`` still tells the truth, and what is adapted is the table
-``ADAPTIONS`` below plus the literals that ``_CudaLiterals`` rewrites. The device that was asked for decides, not the device
-that exists: on a machine with a GPU, ``running_on("cpu")`` runs on the CPU.
+megatron-core asks ``torch.cuda`` for the current device, streams and random states, and writes ``device="cuda"`` in
+places. ``running_on("cpu")`` answers those questions for the CPU while the context is held, and puts everything back
+when it is left. No file of megatron-core is edited, ``torch.cuda.is_available()`` still tells the truth, and what is
+adapted is the table ``ADAPTIONS`` below plus the literals that ``_CudaLiterals`` rewrites. The device that was asked
+for decides, not the device that exists: on a machine with a GPU, ``running_on("cpu")`` runs on the CPU.
 """
 
 from __future__ import annotations
@@ -65,22 +65,28 @@ class _NoEvent(_NoStream):
     """Likewise for an event."""
 
 
-# A torch.device stands wherever megatron-core puts the index of the current device. Every entry is an object of its own:
-# torch._dynamo, which megatron-core's imports wake, indexes functions by identity and refuses one under two names.
+# A torch.device stands wherever megatron-core puts the index of the current device. Every entry is an object of its
+# own: torch._dynamo, which megatron-core's imports wake, indexes functions by identity and refuses one under two names.
 ADAPTIONS: tuple[Adaption, ...] = (
     Adaption("torch.cuda", "current_device", lambda: CPU, "layers, mappings, transfers and RoPE allocate on it"),
     Adaption("torch.cuda", "set_device", lambda device: None, "launchers select a device"),
-    Adaption("torch.cuda", "synchronize", lambda device=None: None, "transfers and gradient buffers wait for the device"),
+    Adaption(
+        "torch.cuda", "synchronize", lambda device=None: None, "transfers and gradient buffers wait for the device"
+    ),
     Adaption("torch.cuda", "empty_cache", lambda: None, "the optimizer and buffers give memory back"),
     Adaption("torch.cuda", "manual_seed", lambda seed: torch.manual_seed(seed), "the random tracker seeds the device"),
-    Adaption("torch.cuda", "get_rng_state", lambda *_: torch.get_rng_state(), "the random tracker saves the device's state"),
+    Adaption(
+        "torch.cuda", "get_rng_state", lambda *_: torch.get_rng_state(), "the random tracker saves the device's state"
+    ),
     Adaption("torch.cuda", "Stream", _NoStream, "overlapped gradient reduction makes a communication stream"),
     Adaption("torch.cuda", "Event", _NoEvent, "combined schedules order streams by events"),
     Adaption("torch.cuda", "current_stream", lambda device=None: _NoStream(), "streams wait for the current one"),
     Adaption("torch.cuda", "default_stream", lambda device=None: _NoStream(), "gradient buffers wait for it"),
     Adaption("torch.cuda", "stream", lambda stream: _NoStream(), "a context around communication"),
     Adaption(_RANDOM, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state(), "forks save the device's state"),
-    Adaption(_RANDOM, "_set_cuda_rng_state", lambda s, *_, **__: torch.set_rng_state(s), "forks restore the device's state"),
+    Adaption(
+        _RANDOM, "_set_cuda_rng_state", lambda s, *_, **__: torch.set_rng_state(s), "forks restore the device's state"
+    ),
 )
 
 
@@ -130,7 +136,9 @@ def pick_device(name: str | None = None, rank: int = 0, world: int = 1) -> torch
         raise InputError(f"device {name!r} is unknown: use 'cpu' or 'cuda'")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cuda" and there < world:
-        raise InputError(f"device 'cuda' needs one GPU per rank: {there} found for {world} ranks; use 'cpu' or fewer ranks")
+        raise InputError(
+            f"device 'cuda' needs one GPU per rank: {there} found for {world} ranks; use 'cpu' or fewer ranks"
+        )
     if name == "cpu" or there < world:
         return CPU
     return torch.device("cuda", rank)

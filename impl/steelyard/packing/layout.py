@@ -39,8 +39,8 @@ class PackedLayout:
         Args:
             lengths: real tokens of each row; 0 is a row without tokens.
             starts: first column of each row (left-padded prompts); None means column 0.
-            tp: tensor-parallel size. Sequence parallelism splits the packed tokens over these ranks, so each row is padded to
-                a multiple of it.
+            tp: tensor-parallel size. Sequence parallelism splits the packed tokens over these ranks, so each row is
+                padded to a multiple of it.
 
         Raises:
             BatchError: no rows, a negative length or start, or as many starts as there are not rows.

@@ -30,7 +30,9 @@ def unpack(packed: torch.Tensor, layout: PackedLayout, width: int) -> torch.Tens
         BatchError: a row does not fit into ``width`` columns, or the packed tensor is not the layout's.
     """
     if packed.size(0) != layout.total:
-        raise BatchError(f"the packed tensor has {packed.size(0)} slots, its layout {layout.total}: they belong together")
+        raise BatchError(
+            f"the packed tensor has {packed.size(0)} slots, its layout {layout.total}: they belong together"
+        )
     count = layout.lengths.size
     target, slots = _indices(layout, count, width, packed.device)
     rows = packed.new_zeros((count * width, *packed.shape[1:]))
@@ -38,7 +40,7 @@ def unpack(packed: torch.Tensor, layout: PackedLayout, width: int) -> torch.Tens
 
 
 def next_token_labels(ids: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
-    """[B, S] -> [T]: in each slot the token that follows it in its own row; 0 at the end of a row and in the padding."""
+    """[B, S] -> [T]: in each slot the token that follows in the same row; 0 at row ends and in the padding."""
     source, slots = _indices(layout, ids.size(0), ids.size(1), ids.device)
     followed = torch.from_numpy(np.flatnonzero(layout.token_positions + 1 < layout.lengths[layout.token_rows]))
     followed = followed.to(ids.device, non_blocking=True)

@@ -38,10 +38,11 @@ class RolloutBatch:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> RolloutBatch:
-        """Read a batch as trainers hand it over: ``input_ids``, ``attention_mask`` [B, P + R], ``response_mask`` [B, R], fields.
+        """Read a batch as trainers hand it over.
 
-        The lengths come from the attention mask. Keep the batch on the host: then nothing is read back from a device, and
-        each micro-batch moves when its turn comes.
+        ``input_ids`` and ``attention_mask`` are [B, P + R], ``response_mask`` and every field [B, R]; other tensors are
+        left out. The lengths come from the attention mask. Keep the batch on the host: then nothing is read back from a
+        device, and each micro-batch moves when its turn comes.
 
         Raises:
             BatchError: a tensor is missing or has another shape.
@@ -51,12 +52,18 @@ class RolloutBatch:
                 raise BatchError(f"the batch has no {name!r}; it has {', '.join(sorted(tensors)) or 'nothing'}")
         ids, mask, response_mask = tensors["input_ids"], tensors["attention_mask"], tensors["response_mask"]
         if ids.dim() != 2 or ids.size(0) == 0:
-            raise BatchError(f"input_ids has shape {tuple(ids.shape)}: at least one row of [prompt + response] is needed")
+            raise BatchError(
+                f"input_ids has shape {tuple(ids.shape)}: at least one row of [prompt + response] is needed"
+            )
         if mask.shape != ids.shape:
-            raise BatchError(f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}: they must agree")
+            raise BatchError(
+                f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(ids.shape)}: they must agree"
+            )
         rows, width = response_mask.shape
         if rows != ids.size(0) or width > ids.size(1):
-            raise BatchError(f"response_mask has shape {tuple(response_mask.shape)}, which does not fit input_ids {tuple(ids.shape)}")
+            raise BatchError(
+                f"response_mask has shape {tuple(response_mask.shape)}, which does not fit input_ids {tuple(ids.shape)}"
+            )
         host = mask.cpu().numpy().astype(bool)
         split = ids.size(1) - width
         prompts, responses = host[:, :split].sum(1), host[:, split:].sum(1)
@@ -69,7 +76,9 @@ class RolloutBatch:
                 f"(split at column {split}): tokens to leave out of the loss belong into response_mask"
             )
         known = {"input_ids", "attention_mask", "response_mask", "position_ids", "responses", "prompts"}
-        fields = {name: value for name, value in tensors.items() if name not in known and value.shape[:2] == (rows, width)}
+        fields = {
+            name: value for name, value in tensors.items() if name not in known and value.shape[:2] == (rows, width)
+        }
         counted = response_mask.to(torch.float32) * mask[:, split:].to(torch.float32)
         if width:
             # Nothing comes before the first token of a row without a prompt: it has no log-probability and no value.
@@ -105,17 +114,16 @@ class RolloutBatch:
         """Raise ``BatchError`` naming the first field that is not there."""
         for name in names:
             if name not in self.fields:
-                raise BatchError(
-                    f"the batch has no [rows, response] field {name!r}; it has {', '.join(sorted(self.fields)) or 'none'}"
-                )
+                there = ", ".join(sorted(self.fields)) or "none"
+                raise BatchError(f"the batch has no [rows, response] field {name!r}; it has {there}")
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
     """What one forward pass needs, on the device.
 
-    A response token is scored at the position before it, in its own row. The first token of a row without a prompt has no
-    such position: it is not scored, and counts in no loss.
+    A response token is scored at the position before it, in its own row. The first token of a row without a prompt has
+    no such position: it is not scored, and counts in no loss.
 
     Attributes:
         input_ids, position_ids: [1, T] packed or [b, S] padded.
@@ -172,11 +180,11 @@ def make_micro_batch(
     part = batch.select(rows)
     split = batch.input_ids.size(1) - batch.response_width
     lengths, starts = part.lengths, split - part.prompts
-    if not rows or not lengths.any():
+    source = part.input_ids
+    if not lengths.any():
         # The schedule needs a forward pass in every micro-batch: give it the fewest tokens that split over the ranks.
-        lengths, starts = np.array([1]), np.array([0])
+        lengths, starts, source = np.array([1]), np.array([0]), source.new_zeros((1, batch.input_ids.size(1)))
     layout = PackedLayout.of(lengths, starts=starts, tp=tp)
-    source = part.input_ids if rows else part.input_ids.new_zeros((1, batch.input_ids.size(1)))
 
     row, column = _scored_tokens(part)
     before = part.prompts[row] + column - 1

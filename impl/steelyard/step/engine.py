@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -29,8 +30,8 @@ class StepSettings:
 
     Attributes:
         micro_batch_size: fixed micro-batches of this many rows, in the order of the batch.
-        max_tokens: dynamic micro-batches of at most this many tokens per GPU; context-parallel ranks share a micro-batch, so
-            the budget of a micro-batch is cp times this.
+        max_tokens: dynamic micro-batches of at most this many tokens per GPU; context-parallel ranks share a
+            micro-batch, so the budget of a micro-batch is cp times this.
         packed: pack the rows of a micro-batch into one sequence (THD) instead of padding them to the longest (BSHD).
         layout: the parallel layout that megatron-core was initialised with.
         cost: work of sequences, for balancing (a ``SequenceCost``, or any callable from lengths to work).
@@ -45,8 +46,8 @@ class StepSettings:
     def __post_init__(self) -> None:
         if (self.micro_batch_size is None) == (self.max_tokens is None):
             raise InputError(
-                f"set either micro_batch_size (fixed) or max_tokens (dynamic): got micro_batch_size={self.micro_batch_size}, "
-                f"max_tokens={self.max_tokens}"
+                f"set either micro_batch_size (fixed) or max_tokens (dynamic): got "
+                f"micro_batch_size={self.micro_batch_size}, max_tokens={self.max_tokens}"
             )
         for name in ("micro_batch_size", "max_tokens"):
             value = getattr(self, name)
@@ -57,6 +58,10 @@ class StepSettings:
     def alignment(self) -> int:
         """Tokens of a row come in multiples of this, so that sequence parallelism can split them."""
         return self.layout.tp if self.layout.sequence_parallel else 1
+
+    def slots(self, lengths: np.ndarray) -> np.ndarray:
+        """What rows of these lengths take of the budget once they are aligned: plan with these."""
+        return -(-np.asarray(lengths) // self.alignment) * self.alignment
 
     def pipeline(self) -> Pipeline | None:
         """The schedule to plan for, or None without pipeline stages."""
@@ -74,18 +79,17 @@ def plan(batch: RolloutBatch, settings: StepSettings) -> list[list[int]]:
     if settings.micro_batch_size is not None:
         size = settings.micro_batch_size
         indices = [list(range(start, min(start + size, batch.rows))) for start in range(0, batch.rows, size)]
-        if pipeline is not None and legal_count(len(indices), pipeline) != len(indices):
+        legal = legal_count(len(indices), pipeline) if pipeline else len(indices)
+        if legal != len(indices):
             raise PlanError(
-                f"{batch.rows} rows in fixed micro-batches of {size} make {len(indices)}, which Megatron's schedule for {pipeline} "
-                f"refuses; the next legal count is {legal_count(len(indices), pipeline)}: change micro_batch_size, or set "
-                f"max_tokens for dynamic micro-batches"
+                f"micro_batch_size={size} makes {len(indices)} micro-batches of {batch.rows} rows, which Megatron's "
+                f"schedule refuses for {settings.layout}; the next legal count is {legal}: change micro_batch_size, or "
+                f"set max_tokens for dynamic micro-batches"
             )
         return indices
     layout = settings.layout
-    # Each row takes whole multiples of the alignment: that is what the budget has to hold.
-    slots = -(-batch.lengths // settings.alignment) * settings.alignment
     made = plan_micro_batches(
-        slots,
+        settings.slots(batch.lengths),
         settings.max_tokens * layout.cp,
         cost=settings.cost,
         pipeline=pipeline,
@@ -103,22 +107,24 @@ def forward_backward_batch(
     indices: Sequence[Sequence[int]] | MicroBatchPlan | None = None,
     forward_only: bool = False,
 ) -> dict[str, list]:
-    """Run one mini-batch through the model, micro-batch by micro-batch; gradients end up in the models' gradient buffers.
+    """Run one mini-batch through the model, micro-batch by micro-batch, and leave its gradients in the models' buffers.
 
     Loss and gradients are those of the whole mini-batch over all data-parallel ranks, whatever the micro-batches are.
 
     Args:
-        batch: this data-parallel rank's rows. Kept on the host, each micro-batch moves to the device when its turn comes.
+        batch: this data-parallel rank's rows. Kept on the host, each micro-batch moves to the device when its turn
+            comes.
         role: actor, critic or reward model.
         models: this rank's chunks, as ``build_model`` returned them.
         settings: fixed or dynamic micro-batches, packed or padded.
-        indices: micro-batches that were planned elsewhere (positions in ``batch``); None plans them here.
+        indices: micro-batches that were planned elsewhere: positions in ``batch``, or the plan that chose the rows of
+            ``batch``; None plans them here.
         forward_only: compute outputs, no loss and no gradients.
 
     Returns:
-        ``indices``: the rows of each micro-batch, in execution order. ``output``: one dictionary per micro-batch on the last
-        pipeline stage, an empty list on the others. Forward only, it holds the role's output as [b, R] (zero where no token is
-        scored); otherwise ``sums``, for ``reduce_metrics``. Both carry ``computed_tokens``; none carries a graph.
+        ``indices``, the rows of each micro-batch in execution order, and ``output``, one dictionary per micro-batch on
+        the last pipeline stage (an empty list on the others). Forward only, it holds the role's output as [b, R], zero
+        where no token is scored; otherwise ``sums``, for ``reduce_metrics``. Nothing in it carries a graph.
 
     Raises:
         BatchError: a field that the role needs is missing.
@@ -128,7 +134,7 @@ def forward_backward_batch(
     needed = () if forward_only else role.inputs
     rollouts.require(needed)
     if isinstance(indices, MicroBatchPlan):
-        indices = indices.indices
+        indices = indices.positions
     chosen = [list(part) for part in (plan(rollouts, settings) if indices is None else indices)]
     weights = torch.zeros_like(rollouts.response_mask) if forward_only else _weights(rollouts, role)
 
@@ -144,8 +150,8 @@ def forward_backward_batch(
                 tp=settings.alignment,
             )
 
-    # megatron-core multiplies the loss by cp, divides it by the count, and DDP averages over dp*cp ranks: undo what is not
-    # ours, since the weights already hold the global normaliser.
+    # megatron-core multiplies the loss by cp, divides it by the count, and DDP averages over dp*cp ranks: undo what is
+    # not ours, since the weights already hold the global normaliser.
     scale = len(chosen) * settings.layout.dp
     finish = partial(_outputs, role) if forward_only else partial(_loss, role, scale)
     output = get_forward_backward_func()(
@@ -184,6 +190,8 @@ def _outputs(role: Role, part: MicroBatch, model_output: torch.Tensor) -> tuple[
     return output.new_zeros(()), kept
 
 
-def _loss(role: Role, scale: float, part: MicroBatch, model_output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+def _loss(
+    role: Role, scale: float, part: MicroBatch, model_output: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, Any]]:
     loss, sums = role.loss(role.output(model_output, part), part)
     return loss * scale, {"sums": sums, "computed_tokens": part.computed_tokens}

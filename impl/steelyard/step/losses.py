@@ -1,7 +1,8 @@
 """Losses token by token, and the weights that aggregate them; no loss here knows how a batch was split.
 
-Every aggregation mode is a weighted sum over tokens whose weights follow from the response mask of the whole mini-batch. So
-a micro-batch adds up ``weight * loss`` of its own tokens, and the sum over micro-batches and ranks is the loss.
+Every aggregation mode is a weighted sum over tokens whose weights follow from the response mask of the whole
+mini-batch. So a micro-batch adds up ``weight * loss`` of its own tokens, and the sum over micro-batches and ranks is
+the loss.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 from steelyard.errors import InputError
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-AggregationMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+AggregationMode = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 
 
 @dataclass(frozen=True)
@@ -22,12 +25,12 @@ class Aggregation:
     """How token losses become one loss, under the names that verl uses.
 
     Attributes:
-        mode: ``token-mean``: over all tokens. ``token-sum``: their sum. ``seq-mean-token-sum``: mean over rows of each row's
-            sum. ``seq-mean-token-mean``: mean over rows of each row's mean. ``seq-mean-token-sum-norm``: mean over rows of each
-            row's sum divided by ``scale_factor``.
+        mode: ``token-mean``: over all tokens. ``token-sum``: their sum. ``seq-mean-token-sum``: mean over rows of each
+            row's sum. ``seq-mean-token-mean``: mean over rows of each row's mean. ``seq-mean-token-sum-norm``: mean
+            over rows of each row's sum divided by ``scale_factor``.
         scale_factor: divisor of the last mode; None means the width of the response block.
-        global_batch_size: rows that the sequence means divide by, fully masked ones included; None means the rows with at
-            least one token in the mask.
+        global_batch_size: rows that the sequence means divide by, fully masked ones included; None means the rows with
+            at least one token in the mask.
     """
 
     mode: AggregationMode = "token-mean"
@@ -43,7 +46,8 @@ class Aggregation:
 
         Args:
             mask: [B, R] response mask of this rank's rows.
-            totals: [2] tokens in the mask and rows with such a token, over all data-parallel ranks (see ``mask_totals``).
+            totals: [2] tokens in the mask and rows with such a token, over all data-parallel ranks (see
+                ``mask_totals``).
         """
         tokens, rows = totals.to(mask.device, mask.dtype).clamp(min=1.0)
         if self.global_batch_size is not None:
@@ -75,8 +79,8 @@ def clipped_policy_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """PPO's clipped loss of each token [N], and what its metrics count.
 
-    With ratio r and advantage A: max(-A r, -A clip(r, 1 - low, 1 + high)); where A < 0, at most -A * dual_clip (dual-clip PPO,
-    arXiv 1912.09729). The log-ratio is held within ±20, so that the exponential stays finite.
+    With ratio r and advantage A: max(-A r, -A clip(r, 1 - low, 1 + high)); where A < 0, at most -A * dual_clip
+    (dual-clip PPO, arXiv 1912.09729). The log-ratio is held within ±20, so that the exponential stays finite.
     """
     log_ratio = (log_probs - old_log_probs).clamp(-20.0, 20.0)
     ratio = log_ratio.exp()
@@ -95,7 +99,10 @@ def clipped_policy_loss(
 def clipped_value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, *, clip: float = 0.5
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Half the larger of the squared errors of the value and of the value clipped around the old one [N], and what clips."""
+    """PPO's clipped value loss of each token [N], and what its metrics count.
+
+    Half the larger of two squared errors: of the value, and of the value held within ``clip`` of the old one.
+    """
     held = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
     plain, clipped = (values - returns).square(), (held - returns).square()
     return 0.5 * torch.maximum(plain, clipped), {"clipped": clipped > plain}

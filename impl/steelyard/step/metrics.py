@@ -1,4 +1,7 @@
-"""Sums over micro-batches and ranks become one dictionary of metrics, the same on every rank, with one read of the device."""
+"""Sums over micro-batches and ranks become one dictionary of metrics, the same on every rank.
+
+The device is read once.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ def reduce_metrics(role: Role, sums: Sequence[Mapping[str, torch.Tensor]]) -> di
         role: says which sums there are and what follows from them.
         sums: one mapping of scalars per micro-batch on the last pipeline stage; empty on the others.
 
-    Every rank must call it. Sums are added over micro-batches and data-parallel ranks, handed to all pipeline stages, and read
-    once.
+    Every rank must call it. Sums are added over micro-batches and data-parallel ranks, handed to all pipeline stages,
+    and read once.
     """
     device = torch.cuda.current_device()
     totals = torch.zeros(len(role.sums), dtype=torch.float64, device=device)

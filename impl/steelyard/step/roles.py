@@ -1,7 +1,7 @@
-"""What differs between the models of a reinforcement-learning step: inputs, output, loss and the sums behind the metrics.
+"""What differs between the models of a reinforcement-learning step: inputs, output, loss, metrics.
 
-A role knows nothing of micro-batches, ranks or packing. Its loss is a weighted sum over tokens, and every metric follows
-from sums over the whole mini-batch, so neither can depend on how the batch was split.
+A role knows nothing of micro-batches, ranks or packing. Its loss is a weighted sum over tokens, and every metric
+follows from sums over the whole mini-batch, so neither can depend on how the batch was split.
 """
 
 from __future__ import annotations

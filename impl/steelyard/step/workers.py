@@ -32,7 +32,11 @@ class Worker:
     name: str
 
     def __init__(
-        self, role: Role, models: list[torch.nn.Module], settings: StepSettings, optimizer: MegatronOptimizer | None = None
+        self,
+        role: Role,
+        models: list[torch.nn.Module],
+        settings: StepSettings,
+        optimizer: MegatronOptimizer | None = None,
     ) -> None:
         self.role, self.models, self.settings, self.optimizer = role, models, settings, optimizer
 
