@@ -34,7 +34,7 @@ def capture(device: Literal["cpu", "cuda"]) -> Environment:
         torch=_version("torch"),
         megatron_core=_version("megatron-core"),
         numpy=_version("numpy"),
-        commit=_git("rev-parse", "HEAD"),
+        commit=commit(),
         dirty=None if (changes := _git("status", "--porcelain")) is None else bool(changes),
         load_at_start=round(psutil.getloadavg()[0], 2),
     )
@@ -78,6 +78,11 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def commit() -> str | None:
+    """The commit of this checkout; None where that is not known."""
+    return _git("rev-parse", "HEAD")
 
 
 def _git(*arguments: str) -> str | None:

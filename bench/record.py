@@ -1,8 +1,8 @@
 """Records: the schema of a line of ``records.jsonl``, and how lines get on the disk and back.
 
 A run folder ``results/runs/<UTC time>-<matrix>-<commit>/`` holds one ``records.jsonl``. Each line is one JSON object: a
-``series`` (the raw samples of one metric on one side of one cell) or an ``outcome`` (how a cell ended, one per cell). Every
-line stands alone: it has the whole case and the environment, so lines of many runs can be thrown together.
+``series`` (the raw samples of one metric on one side of one cell) or an ``outcome`` (how a cell ended, one per cell).
+Every line stands alone: it has the whole case and the environment, so lines of many runs can be thrown together.
 
 Numbers that JSON cannot write are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
 """

@@ -39,9 +39,9 @@ def median(values: Sequence[float]) -> float:
 def ratio_of_medians(candidate: Sequence[float], reference: Sequence[float], *, seed: int = 0) -> Ratio:
     """How many times the reference's median the candidate's is, from samples that were taken in interleaved pairs.
 
-    Pairs are resampled whole, so that what slowed both samples of a pair (another load on the machine) cancels. The interval
-    is the percentile bootstrap's: with few pairs it spans about from the smallest to the largest ratio seen, and no
-    further, so it can be too narrow; read it together with ``pairs``. Equal inputs and seeds give equal intervals.
+    Pairs are resampled whole, so that what slowed both samples of a pair (another load on the machine) cancels. The
+    interval is the percentile bootstrap's: it cannot reach beyond the samples seen, so with few pairs it can be too
+    narrow; read it together with ``pairs``. Equal inputs and seeds give equal intervals.
 
     Raises:
         ValueError: the two sides differ in their number of samples.

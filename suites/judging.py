@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+
 from steelyard.balance import MicroBatchPlan
 from steelyard.cost import ModelShape
 from steelyard.lengths import LengthSample
 from steelyard.model.build import build_model, build_optimizer
+from steelyard.parallel import ParallelLayout
 from steelyard.step import Actor, ActorRole, Critic, CriticRole, RolloutBatch, StepSettings, forward_backward_batch
-
 from suites import reference
 from suites.matrix import Cell
 from suites.ranks import DTYPES, gather_to_all
@@ -144,11 +145,11 @@ def compare(cell: Cell, case: Case, settings: StepSettings, shares: Sequence[Sha
     rows, indices = shares[parallel_state.get_data_parallel_rank()]
     batch = RolloutBatch.of(take_rows(case.batch, rows))
 
-    models = _build(cell, case, settings, distributed=False)
+    models = build(cell, case, settings.layout, distributed=False)
     forward_backward_batch(batch, CriticRole() if critic else ActorRole(), models, settings, indices=indices)
-    gradient_error = _gradient_error(models, case)
+    worst_gradient = gradient_error(models, case)
 
-    models = _build(cell, case, settings, distributed=True)
+    models = build(cell, case, settings.layout, distributed=True)
     worker = (Critic if critic else Actor)(models, settings, build_optimizer(models, lr=LEARNING_RATE))
     outputs = worker.compute_values(batch) if critic else worker.compute_log_prob(batch)
     metrics = worker.update(batch, indices=indices)
@@ -157,16 +158,17 @@ def compare(cell: Cell, case: Case, settings: StepSettings, shares: Sequence[Sha
     name = "critic/vf_loss" if critic else "actor/pg_loss"
     return {
         "loss_error": Error(_relative(metrics[name], verdict.loss), name),
-        "gradient_error": gradient_error,
+        "gradient_error": worst_gradient,
         "metrics_error": _metrics_error(metrics, expected),
         "output_error": _output_error(outputs, rows, verdict.values if critic else verdict.log_probs),
     }
 
 
-def _build(cell: Cell, case: Case, settings: StepSettings, *, distributed: bool) -> list[torch.nn.Module]:
+def build(cell: Cell, case: Case, layout: ParallelLayout, *, distributed: bool) -> list[torch.nn.Module]:
+    """The cell's model with the judge's weights, under the plain or the distributed optimizer."""
     models = build_model(
         cell.model.shape(),
-        settings.layout,
+        layout,
         dtype=DTYPES[cell.dtype],
         value_head=cell.role == "critic",
         override_ddp_config={"use_distributed_optimizer": distributed},
@@ -186,7 +188,8 @@ def _worst(errors: dict[str, float]) -> Error:
     return Error(finite[name], name)
 
 
-def _gradient_error(models: list[torch.nn.Module], case: Case) -> Error:
+def gradient_error(models: list[torch.nn.Module], case: Case) -> Error:
+    """Over all parameters and ranks, the norm of the difference from the judge's gradient over that gradient's norm."""
     # Squares of shards add up to those of the whole; copies on several ranks count the same in both sums.
     differences, norms = defaultdict(float), defaultdict(float)
     for share in gather_to_all(squared_differences(models, case.verdict.grads, case.config)):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+
 from steelyard import lengths
 from steelyard.cost import ModelShape
 from steelyard.errors import InputError
@@ -35,6 +36,7 @@ class Sizes(Strict):
     vocab: PositiveInt
     tied: bool = False
     qkv_bias: bool = True
+    qk_norm: bool = False
 
     def shape(self) -> ModelShape:
         return ModelShape(**self.model_dump())
@@ -75,7 +77,7 @@ class Cell(Strict):
         role: ``actor`` or ``critic``.
         rows: sequences of one step, over all data-parallel ranks.
         scale: real lengths are divided by this to fit the device.
-        max_tokens: token budget of a micro-batch per GPU; None means the longest row, rounded up to 64.
+        max_tokens: token budget of a micro-batch per GPU; None lets the suite choose.
         micro_batch_size: rows of a micro-batch on the naive side.
         pairs: measured pairs of steps (naive, optimised).
         warmup: steps of each side before the first measured pair.
@@ -96,7 +98,7 @@ class Cell(Strict):
     micro_batch_size: PositiveInt = 4
     pairs: PositiveInt = 5
     warmup: int = Field(default=1, ge=0)
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     seed: int = 0
     time_limit: PositiveFloat = 300.0
 

@@ -13,9 +13,9 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+
 from steelyard.errors import InputError
 from steelyard.pipeline import Pipeline, legal_count
-
 from suites.launch.local import run_ranks
 from suites.matrix import Cell
 from suites.measure import Series
@@ -63,7 +63,6 @@ def on_rank(payload: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
 def _compare(cell: Cell) -> dict[str, dict[str, dict[str, Any]]]:
     from steelyard.balance import plan_step
     from steelyard.step import StepSettings
-
     from suites import judging
 
     layout = cell.layout.parallel()

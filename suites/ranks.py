@@ -8,10 +8,11 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+
 from steelyard.model.build import initialize_parallel
 from steelyard.parallel import ParallelLayout
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 @contextmanager

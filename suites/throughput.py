@@ -140,7 +140,6 @@ def _facts(side: _Side, before: tuple[int, int], cell: Cell) -> dict[str, Any]:
 
 def _build(cell: Cell) -> tuple[list[Any], Any]:
     from steelyard.model.build import build_model, build_optimizer
-
     from suites.ranks import DTYPES
 
     models = build_model(
@@ -179,10 +178,10 @@ def _naive(cell: Cell, batch: dict[str, Any]) -> _Side:
 
 def _optimised(cell: Cell, sample: Any, batch: dict[str, Any]) -> _Side:
     from megatron.core import parallel_state
+
     from steelyard.balance import plan_step
     from steelyard.cost import SequenceCost
     from steelyard.step import Actor, Critic, StepSettings
-
     from suites.workloads import take_rows
 
     layout = cell.layout.parallel()
@@ -190,7 +189,8 @@ def _optimised(cell: Cell, sample: Any, batch: dict[str, Any]) -> _Side:
     counter = _Counter()
     counter.attach(models)
     cost = SequenceCost(cell.model.shape(), value_head=cell.role == "critic")
-    budget = cell.max_tokens or int(-(-sample.totals.max() // 64) * 64)
+    # By default as many tokens as the naive side's largest micro-batch may hold: both need about the same memory.
+    budget = cell.max_tokens or cell.micro_batch_size * int(sample.totals.max())
     settings = StepSettings(max_tokens=budget, layout=layout, cost=cost)
     worker = (Critic if cell.role == "critic" else Actor)(models, settings, optimizer)
     rank = parallel_state.get_data_parallel_rank()

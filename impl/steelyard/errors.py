@@ -1,7 +1,7 @@
 """Every error that a user of Steelyard can meet.
 
-An ``InputError`` says in one line which thing is wrong, its value, and what to do instead. Command-line programs print that
-line on stderr and exit with code 2; anything else is a defect and keeps its traceback.
+An ``InputError`` says in one line which thing is wrong, its value, and what to do instead. Command-line programs print
+that line on stderr and exit with code 2; anything else is a defect and keeps its traceback.
 """
 
 from __future__ import annotations

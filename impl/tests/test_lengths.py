@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from steelyard.errors import LengthsError
 from steelyard.lengths import LengthSample, names, read_lengths, workload
 
@@ -183,7 +184,7 @@ FILES = {
     "rows.tsv": "Prompt\tResponse\n5\t7\n0\t9\n3\t0\n",
     "bom.csv": "\ufeffPrompt,Response\r\n5,7\r\n0,9\r\n3,0\r\n",
     "quoted.csv": '"Prompt","note","Response"\n5,"a,\nb",7\n0,,9\n3,,0\n',
-    "rows.jsonl": '{"Prompt": 5, "Response": 7}\n\n{"Response": 9.0, "Prompt": 0}\n{"Prompt": 3, "Response": 0, "x": []}\n',
+    "rows.jsonl": '{"Prompt": 5, "Response": 7}\n\n{"Response": 9.0, "Prompt": 0}\n{"Prompt": 3, "Response": 0}\n',
     "rows.json": '{"Prompt": 5, "Response": 7}\n{"Prompt": 0, "Response": 9}\n{"Prompt": 3, "Response": 0}',
 }
 

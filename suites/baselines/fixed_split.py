@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
 from steelyard.step.losses import clipped_policy_loss, clipped_value_loss
 
 Batch = dict[str, torch.Tensor]

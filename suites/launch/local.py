@@ -136,6 +136,7 @@ def _rank_main(folder: Path, rank: int, world: int, time_limit: float) -> None:
     try:
         import torch
         import torch.distributed as dist
+
         from steelyard.model import host
 
         torch.set_num_threads(THREADS_PER_RANK)

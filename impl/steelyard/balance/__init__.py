@@ -3,12 +3,20 @@
 from typing import TYPE_CHECKING
 
 from steelyard.balance.microbatch import plan_micro_batches, plan_step
-from steelyard.balance.plan import MicroBatchPlan, PlanSummary
+from steelyard.balance.plan import MicroBatchPlan, PlanSummary, StepSummary, summarize_step
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["MicroBatchPlan", "PlanSummary", "plan_micro_batches", "plan_step", "verify_digest"]
+__all__ = [
+    "MicroBatchPlan",
+    "PlanSummary",
+    "StepSummary",
+    "plan_micro_batches",
+    "plan_step",
+    "summarize_step",
+    "verify_digest",
+]
 
 
 def verify_digest(plan: MicroBatchPlan, group: "ProcessGroup") -> None:

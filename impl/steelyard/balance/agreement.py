@@ -1,7 +1,7 @@
 """Ranks that plan together agree before any of them goes on: all get a plan, or all raise the same error.
 
-Every exchange is one ``all_gather_object``. A rank whose own input is bad still takes part and sends its error, so nobody waits
-for it; the error of the lowest rank is raised everywhere.
+Every exchange is one ``all_gather_object``. A rank whose own input is bad still takes part and sends its error, so
+nobody waits for it; the error of the lowest rank is raised everywhere.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from steelyard.balance.microbatch import check_fill, least_counts, plan_count
+from steelyard.balance.microbatch import Packed, check_fill, pack_items, plan_packed
 from steelyard.balance.plan import MicroBatchPlan
 from steelyard.balance.request import Batch, Cost, Settings, read_batch
+from steelyard.balance.search import Totals, agreed_count
 from steelyard.errors import PlanError, PlanMismatch
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class _Report:
     items: int = 0
     least: int = 0
     bound: int = 0
+    totals: Totals | None = None
 
 
 def gather(value: Any, group: ProcessGroup) -> list[Any]:
@@ -51,34 +53,40 @@ def plan_together(
 ) -> MicroBatchPlan:
     """``plan_micro_batches`` for the ranks of ``group``; ``values`` are the fields of ``Settings``."""
     rank = dist.get_rank(group)
-    batch, report = _report(lengths, values, cost, groups, rank, same_count)
+    local, report = _report(lengths, values, cost, groups, rank, same_count)
     reports: list[_Report] = gather(report, group)
     _raise_first_error(reports)
-    assert batch is not None
-    assert report.settings is not None
-    settings = report.settings
-    count = max(one.least for one in reports) if same_count else report.least
-    bound = max(one.bound for one in reports) if same_count else report.bound
+    assert local is not None
+    batch, settings, packed = local
+    if not same_count:
+        for other, one in enumerate(reports):
+            check_fill(one.items, one.least, settings, f"data-parallel rank {other}: ")
+        return plan_packed(batch, settings, 1, packed)[0]
+    count, bound = max(one.least for one in reports), max(one.bound for one in reports)
     for other, one in enumerate(reports):
-        check_fill(one.items, count if same_count else one.least, settings, f"data-parallel rank {other}: ")
-    return plan_count(batch, settings, 1, count, bound)[0]
+        check_fill(one.items, count, settings, f"data-parallel rank {other}: ")
+    if settings.pipeline is not None and settings.order == "auto":
+        count = agreed_count([one.totals for one in reports if one.totals and one.items], settings, count)
+    return plan_packed(batch, settings, 1, packed, count=count, bound=bound)[0]
 
 
 def _report(
     lengths: Any, values: tuple, cost: Cost | None, groups: Sequence[Hashable] | None, rank: int, same_count: bool
-) -> tuple[Batch | None, _Report]:
+) -> tuple[tuple[Batch, Settings, Packed] | None, _Report]:
     """Everything that can go wrong on this rank alone, caught so that it can be sent."""
     try:
         settings = Settings(*values)
         batch = read_batch(lengths, settings, cost, groups, rank=rank)
-        least, bound = least_counts(batch, settings)
+        packed = pack_items(batch, settings)
+        totals = Totals.of(batch, settings.cap)
     except PlanError as error:
         return None, _Report(error=error)
     except Exception as error:  # a cost function of the caller may raise anything: the others must not wait for us
         return None, _Report(
             error=PlanError(f"data-parallel rank {rank} failed to plan: {type(error).__name__}: {error}")
         )
-    return batch, _Report(None, settings, same_count, len(batch.items), least, bound)
+    report = _Report(None, settings, same_count, len(batch.items), packed.least, packed.bound, totals)
+    return (batch, settings, packed), report
 
 
 def _raise_first_error(reports: list[_Report]) -> None:
@@ -108,6 +116,6 @@ def verify_digest(plan: MicroBatchPlan, group: ProcessGroup) -> None:
         f"rank {rank}: {digest[:12]} ({count} micro-batches)" for rank, (digest, count) in enumerate(facts)
     )
     raise PlanMismatch(
-        f"model-parallel peers hold different plans ({held}): plan from the same lengths, in the same order, with the same "
-        f"settings on each of them"
+        f"model-parallel peers hold different plans ({held}): plan from the same lengths, in the same order, "
+        f"with the same settings on each of them"
     )

@@ -6,8 +6,8 @@ Invariants, each with a test of its own:
 2. no micro-batch exceeds ``max_tokens``, except one that holds a single oversized item with ``oversize="alone"``;
 3. the count of micro-batches is one that Megatron accepts, a multiple of ``multiple_of`` and at least ``min_count``;
 4. all ranks of a step have the same count (unless ``same_count=False``);
-5. ``lower_bound`` is true: no plan of the same request has fewer micro-batches; without a pipeline the count equals it or the
-   gap is stated in ``summary()``;
+5. ``lower_bound`` is true: no plan of the same request has fewer micro-batches; without a pipeline the count equals it
+   or the gap is stated in ``summary()``;
 6. rows of one group are in one micro-batch;
 7. a plan depends on its arguments alone, so peers that plan on their own get the same one;
 8. on ranks that plan together, either all get a plan or all raise the same error.
@@ -16,22 +16,29 @@ Invariants, each with a test of its own:
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.balance import partition
+from steelyard.balance.bins import Bins, pack
+from steelyard.balance.bounds import count_lower_bound
+from steelyard.balance.partition import bin_sums, deal
 from steelyard.balance.plan import MicroBatchPlan
 from steelyard.balance.request import Batch, Cost, Fill, Order, Oversize, Settings, read_batch
+from steelyard.balance.search import arrange, level_items
 from steelyard.errors import PlanError
-from steelyard.pipeline.order import best_order, both_ends
+from steelyard.pipeline.order import both_ends
 from steelyard.pipeline.schedule import Pipeline, legal_count
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Ints = NDArray[np.int64]
+
+# Evaluations spent on saving micro-batches; fewer per item in large batches, where one saved matters less.
+REPACKING = 60_000
 
 
 def plan_step(
@@ -51,7 +58,8 @@ def plan_step(
 ) -> list[MicroBatchPlan]:
     """Micro-batches for all data-parallel ranks of a step: packed once over all rows, then dealt out.
 
-    Counts agree without a collective because every rank computes all plans, or one computes them and sends each its own.
+    Counts agree without a collective because every rank computes all plans, or one computes them and sends each its
+    own.
 
     Args:
         lengths: [rows] tokens of every row of the mini-batch, as host integers.
@@ -92,19 +100,23 @@ def plan_micro_batches(
     Args:
         lengths: [rows] tokens of this rank's rows, as host integers.
         max_tokens: cap of tokens per micro-batch, for all context-parallel ranks together.
-        cost: work of each sequence, from [rows] lengths to [rows] float64; if it has ``micro_batch(lengths)``, that is the
-            work of a whole micro-batch and includes what one more micro-batch costs. None means ``24576 * s + s * s``.
+        cost: work of each sequence, from [rows] lengths to [rows] float64; if it has ``micro_batch(lengths)``, that is
+            the work of a whole micro-batch and includes what one more micro-batch costs. None means
+            ``24576 * s + s * s`` and no cost of one more.
         multiple_of: the count must be a multiple of it.
         min_count: the count must be at least this.
         group: data-parallel group whose ranks call this together (one collective): they agree on the count, and if one
             cannot plan all raise the same error.
-        pipeline: choose count, contents and order by predicted makespan on it, among the counts that Megatron accepts.
-        oversize: what to do with a sequence (or group of rows) above the cap: raise, or give it a micro-batch of its own.
+        pipeline: choose count, contents and order by predicted makespan on it, among the counts that Megatron accepts;
+            with an ``order`` other than ``"auto"``, take the least of those counts.
+        oversize: what to do with a sequence (or group of rows) above the cap: raise, or give it a micro-batch of its
+            own.
         fill: with fewer sequences than micro-batches needed: split what can be split and add empty fillers, or raise.
         same_count: False where the ranks of ``group`` need not run the same number of micro-batches.
         groups: [rows] names; rows with the same name stay in one micro-batch.
-        order: execution order. ``"auto"`` is the least predicted makespan with a pipeline, and largest first without one,
-            which is what the allocator likes; ``"both_ends"`` is small at both ends; ``"as_given"`` follows the rows.
+        order: execution order. ``"auto"`` is the least predicted makespan with a pipeline, and largest first without
+            one, which is what the allocator likes; ``"both_ends"`` is small at both ends; ``"as_given"`` follows the
+            rows.
 
     Raises:
         PlanError: nothing can satisfy the request; the text names position, value and limit.
@@ -122,83 +134,109 @@ def plan_batch(batch: Batch, settings: Settings, ranks: int, *, same_count: bool
     """The plans of a checked batch; see ``plan_step``."""
     if not batch.items:
         raise PlanError("lengths is empty: there is no sequence to plan")
-    least, bound = least_counts(batch, settings, ranks)
-    return plan_count(batch, settings, ranks, least, bound)
+    plans = plan_packed(batch, settings, ranks, pack_items(batch, settings, ranks))
+    return plans if same_count else [without_fillers(plan, settings) for plan in plans]
 
 
-def least_counts(batch: Batch, settings: Settings, ranks: int = 1) -> tuple[int, int]:
-    """Legal counts per rank: the least that packing reached, and the proven bound for it."""
-    alone = batch.tokens > settings.max_tokens
+def without_fillers(plan: MicroBatchPlan, settings: Settings) -> MicroBatchPlan:
+    """``plan`` less the fillers that only agreement between ranks asks for."""
+    real = sum(map(bool, plan.indices))
+    count = legal_count(max(real, settings.min_count), settings.pipeline, multiple_of=settings.multiple_of)
+    spare = len(plan.indices) - count
+    if spare <= 0:
+        return plan
+    fillers = [at for at, rows in enumerate(plan.indices) if not rows][:spare]
+    kept = [at for at in range(len(plan.indices)) if at not in fillers]
+    return replace(
+        plan,
+        indices=[plan.indices[at] for at in kept],
+        tokens=[plan.tokens[at] for at in kept],
+        work=[plan.work[at] for at in kept],
+        lower_bound=min(plan.lower_bound, count),
+    )
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What packing found: legal counts per rank.
+
+    Attributes:
+        bins: items of each bin, as positions among the items that are not above the cap.
+        least: least legal count per rank that these bins allow.
+        bound: least legal count per rank that the proven lower bound allows.
+    """
+
+    bins: Bins
+    least: int
+    bound: int
+
+
+def pack_items(batch: Batch, settings: Settings, ranks: int = 1) -> Packed:
+    """Pack items into few bins; no harder than the legal counts can make use of."""
+    alone = batch.tokens > settings.cap
     extra, rest = int(alone.sum()), batch.tokens[~alone]
-    packed = extra + len(partition.pack(rest, settings.max_tokens))
-    proven = extra + partition.count_lower_bound(rest, settings.max_tokens)
 
     def legal(bins: int) -> int:
-        wanted = max(-(-bins // ranks), settings.min_count)
+        wanted = max(-(-(extra + bins) // ranks), settings.min_count)
         return legal_count(wanted, settings.pipeline, multiple_of=settings.multiple_of)
 
-    return legal(packed), legal(proven)
+    bound = legal(count_lower_bound(rest, settings.cap))
+    budget = REPACKING * 1024 // max(1024, len(rest))
+    bins = pack(rest, settings.cap, target=bound * ranks - extra, budget=budget)
+    return Packed(bins, legal(len(bins)), bound)
 
 
 def check_fill(items: int, count: int, settings: Settings, where: str = "") -> None:
     """Raise where ``fill="error"`` and there are not enough sequences for ``count`` micro-batches."""
     if settings.fill == "error" and items < count:
         raise PlanError(
-            f"{where}{count} micro-batches are required (min_count={settings.min_count}, multiple_of={settings.multiple_of}, "
-            f"pipeline={settings.pipeline}) but only {items} can be made of the sequences: lower the requirement, add "
-            f"sequences, or pass fill='split' to add empty micro-batches"
+            f"{where}{count} micro-batches are required (min_count={settings.min_count}, "
+            f"multiple_of={settings.multiple_of}, pipeline={settings.pipeline}) but the sequences make only {items}: "
+            f"lower the requirement, add sequences, or pass fill='split' to add empty micro-batches"
         )
 
 
-def plan_count(batch: Batch, settings: Settings, ranks: int, count: int, bound: int) -> list[MicroBatchPlan]:
-    """Plans with exactly ``count`` micro-batches on each rank."""
-    check_fill(len(batch.items), count * ranks, settings)
-    bins = _level(batch, settings, count * ranks)
-    work = np.array([int(batch.work[one].sum()) if one else 0 for one in bins], np.int64)
-    hands = partition.deal(work, ranks)
-    return [make_plan(batch, settings, [bins[at] for at in hand], bound) for hand in hands]
+def plan_packed(
+    batch: Batch, settings: Settings, ranks: int, packed: Packed, *, count: int | None = None, bound: int | None = None
+) -> list[MicroBatchPlan]:
+    """Plans with the same number of micro-batches on each rank.
+
+    Args:
+        count: micro-batches per rank that were agreed on; None leaves the choice to the pipeline, or takes the least.
+        bound: proven bound to write into the plans; None takes that of ``packed``.
+    """
+    least = packed.least if count is None else count
+    check_fill(len(batch.items), least * ranks, settings)
+    if settings.pipeline is not None and settings.order == "auto":
+        hands = arrange(batch, settings, ranks, least, packed.bins, exact=count is not None)
+    else:
+        bins = level_items(batch, settings, least * ranks, packed.bins)
+        dealt = deal(bin_sums(bins, batch.work), ranks)
+        hands = [_ordered([bins[at] for at in hand], batch, settings) for hand in dealt]
+    return [make_plan(batch, settings, hand, packed.bound if bound is None else bound) for hand in hands]
 
 
-def _level(batch: Batch, settings: Settings, count: int) -> partition.Bins:
-    """``count`` bins of items, oversized items alone in theirs."""
-    alone = np.flatnonzero(batch.tokens > settings.max_tokens)
-    rest = np.flatnonzero(batch.tokens <= settings.max_tokens)
-    bins: partition.Bins = []
-    if count > len(alone):
-        levelled = partition.level(batch.tokens[rest], batch.work[rest], settings.max_tokens, count - len(alone))
-        bins = [rest[one].tolist() for one in levelled]
-    return [[item] for item in alone.tolist()] + bins
+def _ordered(bins: Bins, batch: Batch, settings: Settings) -> Bins:
+    """Micro-batches of one rank in execution order; ties go to the one with the lower first row, fillers last."""
+    given = sorted(bins, key=lambda one: (not one, min((batch.items[item][0] for item in one), default=0)))
+    if settings.order == "as_given":
+        return given
+    work = bin_sums(given, batch.work)
+    places = both_ends(work) if settings.order == "both_ends" else np.argsort(-work, kind="stable").tolist()
+    return [given[at] for at in places]
 
 
-def make_plan(batch: Batch, settings: Settings, bins: partition.Bins, bound: int) -> MicroBatchPlan:
-    """Order the bins of one rank and write them down as rows."""
+def make_plan(batch: Batch, settings: Settings, bins: Bins, bound: int) -> MicroBatchPlan:
+    """Write the micro-batches of one rank, items in execution order, down as rows."""
     rows = [sorted(row for item in one for row in batch.items[item]) for one in bins]
-    work = [batch.micro_batch_work(one) for one in rows]
-    order = _order(rows, work, settings)
-    rows, work = [rows[at] for at in order], [work[at] for at in order]
     held = sorted(row for one in rows for row in one)
     return MicroBatchPlan(
         indices=rows,
         rows=held,
         lengths=batch.lengths[held].tolist(),
         tokens=[int(batch.lengths[one].sum()) if one else 0 for one in rows],
-        work=work,
+        work=[batch.micro_batch_work(one) for one in rows],
         max_tokens=settings.max_tokens,
         lower_bound=bound,
         pipeline=settings.pipeline,
     )
-
-
-def _order(rows: list[list[int]], work: list[float], settings: Settings) -> list[int]:
-    """Positions of the micro-batches in execution order; ties go to the one with the lower first row, fillers last."""
-    given = sorted(range(len(rows)), key=lambda at: (not rows[at], rows[at][:1]))
-    if settings.order == "as_given":
-        return given
-    ordered = [work[at] for at in given]
-    if settings.order == "both_ends":
-        places = both_ends(ordered)
-    elif settings.order == "auto" and settings.pipeline is not None:
-        places = best_order(ordered, settings.pipeline)
-    else:
-        places = sorted(range(len(given)), key=lambda at: (-ordered[at], at))
-    return [given[at] for at in places]

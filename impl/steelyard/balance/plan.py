@@ -64,8 +64,8 @@ class MicroBatchPlan:
     """The micro-batches of one data-parallel rank.
 
     Attributes:
-        indices: rows of each micro-batch, in execution order: positions in the lengths that were planned (global ones from
-            ``plan_step``). A filler is an empty list: it runs so that counts agree, and must carry no loss.
+        indices: rows of each micro-batch, in execution order: positions in the lengths that were planned (global ones
+            from ``plan_step``). A filler is an empty list: it runs so that counts agree, and must carry no loss.
         rows: the positions this rank holds, ascending: the order in which it keeps them, and of ``restore``.
         lengths: tokens of each of ``rows``.
         tokens: tokens of each micro-batch.
@@ -104,12 +104,12 @@ class MicroBatchPlan:
         """Bring outputs from execution order into the order of ``rows``.
 
         Args:
-            outputs: one entry per micro-batch in execution order, each with one element per row (a list, an array or a tensor
-                whose first dimension is the row). Entries of fillers are dropped, whatever they hold.
+            outputs: one entry per micro-batch in execution order, each with one element per row (a list, an array or a
+                tensor whose first dimension is the row). Entries of fillers are dropped, whatever they hold.
 
         Returns:
-            One tensor or array if every entry is one and all but the first dimension agree (differentiable); else a list with
-            one element per row.
+            One tensor or array if every entry is one and all but the first dimension agree (differentiable); else a
+            list with one element per row.
 
         Raises:
             PlanError: a number of entries, or of rows in an entry, that is not the plan's.
@@ -120,6 +120,8 @@ class MicroBatchPlan:
         for at, (output, rows) in enumerate(zip(outputs, self.indices, strict=True)):
             if not rows:
                 continue
+            if getattr(output, "is_nested", False):
+                output = output.unbind()
             if len(output) != len(rows):
                 raise PlanError(f"output {at} has {len(output)} rows but micro-batch {at} has {len(rows)}")
             kept.append(output)
@@ -155,9 +157,48 @@ class MicroBatchPlan:
         )
 
 
+@dataclass(frozen=True)
+class StepSummary:
+    """Is a step good, over all its ranks?
+
+    Attributes:
+        ranks, count: data-parallel ranks, and the greatest number of micro-batches on one of them.
+        gap: ``count`` less the proven bound.
+        fill: mean share of the cap that micro-batches with rows use.
+        imbalance: greatest over mean work of the ranks.
+        time: predicted time of the slowest rank over the ideal of the mean rank; None without a pipeline.
+    """
+
+    ranks: int
+    count: int
+    gap: int
+    fill: float
+    imbalance: float
+    time: float | None
+
+
+def summarize_step(plans: Sequence[MicroBatchPlan]) -> StepSummary:
+    """Sum up the plans of all ranks, as ``plan_step`` returns them."""
+    if not plans:
+        raise PlanError("summarize_step got no plan")
+    work = [sum(plan.work) for plan in plans]
+    used = [tokens / plan.max_tokens for plan in plans for tokens in plan.tokens if tokens]
+    lines = [simulate(plan.work, plan.pipeline) for plan in plans if plan.pipeline is not None]
+    ideal = sum(line.ideal for line in lines)
+    count = max(len(plan) for plan in plans)
+    return StepSummary(
+        ranks=len(plans),
+        count=count,
+        gap=count - max(plan.lower_bound for plan in plans),
+        fill=sum(used) / len(used) if used else 0.0,
+        imbalance=max(work) * len(work) / sum(work) if sum(work) > 0 else 1.0,
+        time=max(line.makespan for line in lines) * len(lines) / ideal if ideal > 0 else None,
+    )
+
+
 def _join(outputs: list[Any]) -> Any | None:
     """One tensor or array of all rows, or None where the pieces are something else or differ in shape."""
-    if not outputs or not all(hasattr(one, "shape") and not getattr(one, "is_nested", False) for one in outputs):
+    if not outputs or not all(hasattr(one, "shape") for one in outputs):
         return None
     kinds = {(type(one).__module__.split(".")[0], tuple(one.shape[1:]), str(one.dtype)) for one in outputs}
     if len(kinds) != 1:

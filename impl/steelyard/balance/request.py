@@ -1,7 +1,10 @@
-"""What a caller asks a plan for, checked once: lengths, limits and choices, and the items that must stay in one piece."""
+"""What a caller asks a plan for, checked once: lengths, limits and choices, and the items that must stay in one
+piece.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -20,11 +23,14 @@ Oversize = Literal["error", "alone"]
 Fill = Literal["split", "error"]
 Order = Literal["auto", "largest_first", "as_given", "both_ends"]
 
-LARGEST = 2**40  # tokens in one sequence; with it no sum over any real batch leaves int64
+LARGEST = 2**40  # tokens in one sequence
+MOST = 2**60  # tokens in all of them, so that no sum leaves 64 bits
 
 
 def default_cost(lengths: Any) -> Floats:
-    """Relative forward work of a sequence of ``s`` tokens in a dense model of about 7B parameters: ``24576 * s + s * s``."""
+    """Relative forward work of a sequence of ``s`` tokens in a dense model of about 7B parameters: ``24576 * s + s *
+    s``.
+    """
     tokens = np.asarray(lengths, np.float64)
     return 24576.0 * tokens + tokens * tokens
 
@@ -50,6 +56,11 @@ class Settings:
         if self.pipeline is not None and not isinstance(self.pipeline, Pipeline):
             raise PlanError(f"pipeline={self.pipeline!r} must be a steelyard.pipeline.Pipeline or None")
 
+    @property
+    def cap(self) -> int:
+        """``max_tokens``, cut where no batch reaches and 64 bits still hold it."""
+        return min(self.max_tokens, 2 * MOST)
+
 
 def _whole(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
@@ -68,7 +79,9 @@ class Batch:
         items: rows of each item, ascending; items in the order of their first row.
         tokens: [items].
         work: [items] forward work in quanta.
+        row_work: [rows] forward work in the unit of ``cost``.
         fixed: work of one more micro-batch, in the same quanta.
+        quantum: work of one quantum, in the unit of ``cost``.
         cost: what the caller gave, or the default.
     """
 
@@ -77,15 +90,16 @@ class Batch:
     tokens: Ints
     work: Ints
     fixed: int
+    quantum: float
+    row_work: Floats
     cost: Cost
 
-    def micro_batch_work(self, rows: Sequence[int]) -> float:
-        """Work of a micro-batch of these rows in the unit of ``cost``, fixed cost included; a filler costs the fixed part."""
+    def micro_batch_work(self, rows: list[int]) -> float:
+        """Work of a micro-batch of these rows in the unit of ``cost``; a filler costs the fixed part."""
         if not rows:
-            return fixed_cost(self.cost, self.lengths)
+            return self.fixed * self.quantum
         whole = getattr(self.cost, "micro_batch", None)
-        lengths = self.lengths[list(rows)]
-        return float(np.sum(self.cost(lengths))) if whole is None else float(whole(lengths))
+        return math.fsum(self.row_work[rows]) if whole is None else float(whole(self.lengths[rows]))
 
 
 def read_batch(
@@ -104,8 +118,8 @@ def read_batch(
         _refuse_oversize(tokens, items, item_tokens, settings.max_tokens, rank)
     row_work = _read_work(cost, tokens)
     item_work = np.array([row_work[rows].sum() for rows in items], np.float64) if groups is not None else row_work
-    work, fixed = quantise(item_work, fixed_cost(cost, tokens))
-    return Batch(tokens, items, item_tokens, work, fixed, cost)
+    work, fixed, quantum = quantise(item_work, fixed_cost(cost, tokens))
+    return Batch(tokens, items, item_tokens, work, fixed, quantum, row_work, cost)
 
 
 def read_lengths(lengths: Any) -> Ints:
@@ -123,7 +137,10 @@ def read_lengths(lengths: Any) -> Ints:
     if len(bad):
         at = int(bad[0])
         raise PlanError(f"lengths[{at}]={array[at]} must be at least 1 and at most {LARGEST} tokens")
-    return array.astype(np.int64)
+    tokens = array.astype(np.int64)
+    if float(tokens.sum(dtype=np.float64)) > MOST:
+        raise PlanError(f"lengths add up to more than {MOST} tokens: these are not lengths of sequences")
+    return tokens
 
 
 def _from_list(values: list[Any]) -> NDArray[Any]:
@@ -174,9 +191,14 @@ def _read_work(cost: Cost, lengths: Ints) -> Floats:
 
 
 def fixed_cost(cost: Cost, lengths: Ints) -> float:
-    """What one more micro-batch costs whatever it holds: ``cost.micro_batch`` above the sum over its sequences."""
+    """What one more micro-batch costs whatever it holds: ``cost.fixed``, or ``cost.micro_batch`` above its sequence."""
     whole = getattr(cost, "micro_batch", None)
     if whole is None:
         return 0.0
-    one = lengths[:1] if len(lengths) else np.ones(1, np.int64)
-    return max(0.0, float(whole(one)) - float(np.sum(cost(one))))
+    fixed = getattr(cost, "fixed", None)
+    if fixed is None:
+        one = lengths[:1] if len(lengths) else np.ones(1, np.int64)
+        fixed = float(whole(one)) - float(np.sum(cost(one)))
+    if not math.isfinite(fixed):
+        raise PlanError(f"cost of one more micro-batch is {fixed}: it must be finite")
+    return max(0.0, float(fixed))

@@ -137,7 +137,9 @@ def _experts(read: _Reader, kind: str) -> dict[str, Any]:
     deepseek = kind.startswith("deepseek")
     if not deepseek and not kind.endswith("moe"):
         return {}
-    key = next((each for each in ("num_experts", "n_routed_experts") if read.values.get(each) is not None), None)
+    # transformers 5 writes num_local_experts for every family.
+    keys = ("num_experts", "n_routed_experts", "num_local_experts")
+    key = next((each for each in keys if read.values.get(each) is not None), None)
     if key is None and deepseek:
         return {}  # a DeepSeek configuration without routed experts is a dense model
     fields: dict[str, Any] = {

@@ -125,7 +125,9 @@ def transformer_config(
         # Stages exchange shapes before every transfer; megatron-core then wants this dispatcher, for dense models too.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        "deallocate_pipeline_outputs": True,
+        # The interleaved schedule frees a stage's output while its transfer still reads it: the next stage then gets other
+        # bytes, now and then.
+        "deallocate_pipeline_outputs": layout.vpp == 1,
         # With virtual stages, the schedule without overlap swaps or deadlocks the exchange of shapes.
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,

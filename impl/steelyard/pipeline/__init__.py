@@ -1,6 +1,8 @@
-"""The pipeline: what Megatron's schedules accept, the order in which they run, and the time that a plan takes on them."""
+"""The pipeline: what Megatron's schedules accept, the order in which they run, and the time that a plan takes on
+them.
+"""
 
-from steelyard.pipeline.order import best_order, both_ends
+from steelyard.pipeline.order import best_order, both_ends, makespan_lower_bound
 from steelyard.pipeline.schedule import (
     Pipeline,
     check_count,
@@ -20,6 +22,7 @@ __all__ = [
     "check_count",
     "is_legal_count",
     "legal_count",
+    "makespan_lower_bound",
     "nearest_legal_counts",
     "simulate",
     "stage_order",

@@ -4,13 +4,13 @@ The rules are those of megatron-core's ``forward_backward_pipelining_without_int
 ``forward_backward_pipelining_with_interleaving`` (schedules.py, 0.16), restated and not copied:
 
 - one chunk per stage (1F1B): every count is accepted;
-- several chunks per stage (interleaved): ``stages <= group <= count``, and the last group is either whole or holds at least
-  ``stages`` micro-batches (``count % group == 0 or count % group >= stages``);
+- several chunks per stage (interleaved): ``stages <= group <= count``, and the last group is either whole or holds at
+  least ``stages`` micro-batches (``count % group == 0 or count % group >= stages``);
 - stage ``s`` of ``p`` runs ``p - 1 - s`` forward passes ahead of its first backward pass with one chunk, and
-  ``2 * (p - 1 - s) + (chunks - 1) * group`` with several; then it alternates one forward and one backward pass; what is left
-  are backward passes;
-- with several chunks a group of micro-batches passes chunk 0, then chunk 1, and so on, before the next group starts; backward
-  passes follow the same table with the chunks reversed.
+  ``2 * (p - 1 - s) + (chunks - 1) * group`` with several; then it alternates one forward and one backward pass; what
+  is left are backward passes;
+- with several chunks a group of micro-batches passes chunk 0, then chunk 1, and so on, before the next group starts;
+  backward passes follow the same table with the chunks reversed.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Pipeline:
         backward: time of a backward pass over that of its forward pass: 2, or 3 with full recomputation.
             0 means forward passes only (log-probabilities, values).
         p2p: time of one transfer between two stages, in the unit of the work that is simulated.
-        stage_cost: share of the forward work in each of the ``stages * virtual`` virtual stages, in the order in which a
-            micro-batch meets them (virtual stage ``chunk * stages + stage``); any scale. None means equal shares.
+        stage_cost: share of the forward work in each of the ``stages * virtual`` virtual stages, in the order in which
+            a micro-batch meets them (virtual stage ``chunk * stages + stage``); any scale. None means equal shares.
     """
 
     stages: int
@@ -78,8 +78,8 @@ class Pipeline:
         costs = tuple(float(cost) for cost in stage_cost)
         if len(costs) != self.stages * self.virtual:
             raise LayoutError(
-                f"pipeline stage_cost has {len(costs)} entries but there are {self.stages * self.virtual} virtual stages "
-                f"(stages * virtual): give one share for each"
+                f"pipeline stage_cost has {len(costs)} entries but there are {self.stages * self.virtual} virtual "
+                f"stages (stages * virtual): give one share for each"
             )
         if not all(math.isfinite(cost) and cost >= 0 for cost in costs) or sum(costs) <= 0:
             raise LayoutError(f"pipeline stage_cost={costs} must hold finite shares of at least 0, not all of them 0")
@@ -113,8 +113,8 @@ def is_legal_count(count: int, pipeline: Pipeline) -> bool:
 def legal_count(n: int, pipeline: Pipeline | None, *, multiple_of: int = 1) -> int:
     """Least number of micro-batches of at least ``n`` that Megatron accepts and ``multiple_of`` divides.
 
-    ``pipeline=None`` stands for no pipeline, where every count is accepted. A common multiple of ``multiple_of`` and the group
-    is always legal, so there is an answer.
+    ``pipeline=None`` stands for no pipeline, where every count is accepted. A common multiple of ``multiple_of`` and
+    the group is always legal, so there is an answer.
     """
     if multiple_of < 1:
         raise PlanError(f"multiple_of={multiple_of} must be at least 1")
@@ -138,13 +138,11 @@ def check_count(count: int, pipeline: Pipeline) -> None:
         return
     below, above = nearest_legal_counts(count, pipeline)
     nearest = f"{above}" if below is None else f"{below} or {above}"
-    rule = (
-        f"stages={pipeline.stages} <= group={pipeline.group_size} <= count, and count % group is 0 or at least stages"
-    )
+    if pipeline.virtual == 1:
+        raise PlanError(f"{count} micro-batches cannot run: use at least {nearest}")
     raise PlanError(
-        f"{count} micro-batches are refused by the schedule with {pipeline.virtual} chunks per stage ({rule}): use {nearest}"
-        if pipeline.virtual > 1
-        else f"{count} micro-batches cannot run: use at least 1"
+        f"{count} micro-batches are refused by the interleaved schedule, which wants stages={pipeline.stages} <= "
+        f"group={pipeline.group_size} <= count and count % group to be 0 or at least stages: use {nearest}"
     )
 
 

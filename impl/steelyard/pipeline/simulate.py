@@ -1,14 +1,16 @@
 """Predicted time of a step on a pipeline: every pass starts when its stage is free and its input has arrived.
 
-The order of passes on a stage is the schedule's (``schedule.py``), so one graph of dependencies serves every set of durations.
-Passes are sorted into levels of that graph; the passes of one level do not depend on each other and are computed at once, for
-many candidates side by side. That is what makes a search over orders and contents affordable without a compiled kernel.
+The order of passes on a stage is the schedule's (``schedule.py``), so one graph of dependencies serves every set of
+durations. Passes are sorted into levels of that graph; the passes of one level do not depend on each other and are
+computed at once, for many candidates side by side. That is what makes a search over orders and contents affordable
+without a compiled kernel.
 
 Sends are assumed not to block the sender, which holds for Megatron's overlapped and unbatched transfers.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -38,8 +40,8 @@ class Span(NamedTuple):
 class Program:
     """The passes of all stages, sorted by level, and what each waits for.
 
-    All arrays have one entry per pass. ``previous`` (the pass before it on its stage) and ``source`` (the pass that produces
-    its input) are positions in the same arrays, or ``size`` for "nothing to wait for".
+    All arrays have one entry per pass. ``previous`` (the pass before it on its stage) and ``source`` (the pass that
+    produces its input) are positions in the same arrays, or ``size`` for "nothing to wait for".
     """
 
     stage: Ints
@@ -54,6 +56,11 @@ class Program:
     @property
     def size(self) -> int:
         return len(self.stage)
+
+    @cached_property
+    def before(self) -> list[tuple[int, int]]:
+        """(previous, source) of each pass, as Python numbers for walking."""
+        return list(zip(self.previous.tolist(), self.source.tolist(), strict=True))
 
 
 @lru_cache(maxsize=128)
@@ -129,18 +136,22 @@ def _levels(orders: list[list], pipeline: Pipeline) -> tuple[dict[_Key, int], in
 
 
 def program(count: int, pipeline: Pipeline) -> Program:
-    """The graph of passes for ``count`` micro-batches; cached, because a search asks for the same one again and again."""
+    """The graph of passes for ``count`` micro-batches; cached, because a search asks for the same one again and
+    again.
+    """
     check_count(count, pipeline)
     return _program(pipeline.stages, pipeline.virtual, pipeline.group_size, count, pipeline.backward == 0)
 
 
 def _ends(graph: Program, durations: Floats, p2p: float) -> Floats:
-    """End of every pass; ``durations`` is [passes] or [passes, candidates], and so is the result plus one row of zeros."""
+    """End of every pass; ``durations`` is [passes] or [passes, candidates], and so is the result plus one row of
+    zeros.
+    """
     ends = np.empty((graph.size + 1, *durations.shape[1:]))
     ends[graph.size] = 0.0
     delay = np.where(graph.crosses, p2p, 0.0).reshape(-1, *([1] * (durations.ndim - 1)))
     bounds = graph.levels.tolist()
-    for low, high in zip(bounds[:-1], bounds[1:], strict=True):
+    for low, high in itertools.pairwise(bounds):
         start = ends.take(graph.source[low:high], axis=0)
         if p2p:
             start += delay[low:high]
@@ -156,21 +167,64 @@ def _durations(graph: Program, work: Floats, pipeline: Pipeline) -> Floats:
     return work[graph.micro_batch, part] * ratio
 
 
+def _factors(graph: Program, pipeline: Pipeline) -> Floats:
+    """Duration of every pass per unit of its micro-batch's work."""
+    part = graph.chunk * pipeline.stages + graph.stage
+    return np.asarray(pipeline.shares)[part] * np.where(graph.is_forward, 1.0, pipeline.backward)
+
+
 def makespans(work: Floats, pipeline: Pipeline) -> Floats:
     """Makespan of many candidates at once.
 
     Args:
-        work: [candidates, M] forward work of each micro-batch over the whole model, in execution order.
+        work: [candidates, M] forward work of each micro-batch over the whole model, in execution order, or
+            [candidates, M, stages * virtual], the forward work in each virtual stage.
         pipeline: where it runs.
 
     Returns:
         [candidates] makespans in the unit of ``work``.
     """
     graph = program(work.shape[1], pipeline)
-    part = graph.chunk * pipeline.stages + graph.stage
-    factor = np.asarray(pipeline.shares)[part] * np.where(graph.is_forward, 1.0, pipeline.backward)
-    durations = work.T[graph.micro_batch] * factor[:, None]
+    if work.ndim == 2:
+        durations = work.T[graph.micro_batch] * _factors(graph, pipeline)[:, None]
+    else:
+        part = graph.chunk * pipeline.stages + graph.stage
+        durations = work[:, graph.micro_batch, part].T * np.where(graph.is_forward, 1.0, pipeline.backward)[:, None]
     return _ends(graph, durations, pipeline.p2p).max(axis=0)
+
+
+def slopes(work: Floats, pipeline: Pipeline) -> Floats:
+    """A subgradient of the makespan: what each micro-batch adds to it per unit of its work.
+
+    The makespan is the greatest of many sums of durations, hence convex in ``work``: for any other sizes it is at least
+    ``makespan + slopes @ (other - work)``.
+
+    Args:
+        work: [M] forward work over the whole model, in execution order.
+
+    Returns:
+        [M] time of the passes of each micro-batch on one critical path, per unit of work.
+    """
+    graph = program(len(work), pipeline)
+    factor = _factors(graph, pipeline)
+    ends = _ends(graph, work[graph.micro_batch] * factor, pipeline.p2p)
+    path = _critical(graph, ends, pipeline.p2p)
+    return np.bincount(graph.micro_batch[path], weights=factor[path], minlength=len(work)).astype(np.float64)
+
+
+def _critical(graph: Program, ends: Floats, p2p: float) -> list[int]:
+    """A chain of passes without slack, from the last to the first."""
+    times, crosses = ends.tolist(), graph.crosses.tolist()
+    index = int(np.argmax(ends[: graph.size]))
+    path = [index]
+    while True:
+        previous, source = graph.before[index]
+        if previous == graph.size and source == graph.size:
+            return path
+        arrival = times[source] + (p2p if crosses[index] else 0.0)
+        take_source = previous == graph.size or (source != graph.size and arrival >= times[previous])
+        index = source if take_source else previous
+        path.append(index)
 
 
 @dataclass(frozen=True)
@@ -216,18 +270,8 @@ class Timeline:
     @cached_property
     def critical_path(self) -> list[Span]:
         """A chain of passes without slack from the start of the step to its end."""
-        graph, path = self._graph, [int(np.argmax(self._finishes))]
-        while True:
-            index = path[-1]
-            before = [int(one) for one in (graph.source[index], graph.previous[index]) if one < graph.size]
-            if not before:
-                return [self._span(one) for one in reversed(path)]
-            delay = self.pipeline.p2p
-            arrival = [
-                self._finishes[one] + (delay if one == graph.source[index] and graph.crosses[index] else 0.0)
-                for one in before
-            ]
-            path.append(before[int(np.argmax(arrival))])
+        path = _critical(self._graph, np.append(self._finishes, 0.0), self.pipeline.p2p)
+        return [self._span(index) for index in reversed(path)]
 
     def _span(self, index: int) -> Span:
         graph = self._graph
@@ -241,21 +285,19 @@ class Timeline:
         )
 
 
-def _checked_work(work: ArrayLike, pipeline: Pipeline) -> Floats:
+def checked_work(work: ArrayLike, pipeline: Pipeline) -> Floats:
     """``work`` as [M, stages * virtual]."""
     array = np.asarray(work, np.float64)
     parts = pipeline.stages * pipeline.virtual
-    if array.ndim == 1:
-        array = array[:, None] * np.asarray(pipeline.shares)
-    if array.ndim != 2 or array.shape[1] != parts:
+    if array.ndim not in (1, 2) or (array.ndim == 2 and array.shape[1] != parts):
         raise PlanError(
-            f"work has shape {np.shape(work)}: give one number per micro-batch, or [micro-batches, {parts}] with one column "
-            f"per virtual stage"
+            f"work has shape {array.shape}: give one number per micro-batch, or [micro-batches, {parts}] with one "
+            f"column per virtual stage"
         )
     bad = np.argwhere(~(np.isfinite(array) & (array >= 0)))
     if len(bad):
         raise PlanError(f"work of micro-batch {bad[0][0]} is {array[tuple(bad[0])]}: it must be finite and at least 0")
-    return array
+    return array if array.ndim == 2 else array[:, None] * np.asarray(pipeline.shares)
 
 
 def simulate(work: ArrayLike, pipeline: Pipeline) -> Timeline:
@@ -269,7 +311,7 @@ def simulate(work: ArrayLike, pipeline: Pipeline) -> Timeline:
     Raises:
         PlanError: a count that Megatron refuses, a wrong shape, or work that is negative or not finite.
     """
-    parts = _checked_work(work, pipeline)
+    parts = checked_work(work, pipeline)
     graph = program(len(parts), pipeline)
     durations = _durations(graph, parts, pipeline)
     finishes = _ends(graph, durations, pipeline.p2p)[: graph.size]

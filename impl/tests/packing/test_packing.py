@@ -100,7 +100,10 @@ def test_megatron_gets_real_and_padded_offsets():
         (lambda: PackedLayout.of([3], starts=[-2]), "row 0 has the negative start -2"),
         (lambda: PackedLayout.of([3, 4], starts=[0]), "1 starts do not match 2 lengths"),
         (lambda: pack(torch.zeros(2, 3), PackedLayout.of([3])), "2 rows, its layout 1"),
-        (lambda: pack(torch.zeros(1, 3), PackedLayout.of([3], starts=[1])), "ends at column 4, beyond the batch's width of 3"),
+        (
+            lambda: pack(torch.zeros(1, 3), PackedLayout.of([3], starts=[1])),
+            "ends at column 4, beyond the batch's width of 3",
+        ),
         (lambda: unpack(torch.zeros(4), PackedLayout.of([3]), 3), "4 slots, its layout 3"),
     ],
 )

@@ -1,0 +1,40 @@
+"""Made-up cells and samples that the tests share."""
+
+from __future__ import annotations
+
+from suites.matrix import Cell, Sizes
+from suites.measure import Series
+
+SIZES = Sizes(layers=4, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab=128)
+
+
+def make_cell(suite: str, workload: str = "rl-code-16k-cap", **settings: object) -> Cell:
+    return Cell(suite=suite, workload=workload, model=SIZES, rows=4, scale=400.0, **settings)
+
+
+def throughput_series(ratio: float = 2.0, *, naive_computed: float = 4000, source: str = "measured") -> list[Series]:
+    """What a throughput suite returns for an optimised side ``ratio`` times as fast, 1,600 real tokens."""
+    naive, optimised = [100.0, 103.0, 98.0, 101.0, 100.5], [100.0, 104.0, 97.0, 102.0, 101.0]
+    tokens = {"unit": "tokens", "direction": "none", "source": source}
+    lower = {**tokens, "direction": "lower"}
+    return [
+        Series("tokens_per_second", "naive", "tokens/s", "higher", naive, source),
+        Series("tokens_per_second", "optimised", "tokens/s", "higher", [ratio * x for x in optimised], source),
+        Series("step_seconds", "naive", "s", "lower", [1600 / x for x in naive], source),
+        Series("step_seconds", "optimised", "s", "lower", [1600 / x / ratio for x in optimised], source),
+        Series("computed_tokens", "naive", values=[naive_computed], **lower),
+        Series("computed_tokens", "optimised", values=[1616], **lower),
+        Series("real_tokens", "both", values=[1600], **tokens),
+        Series("micro_batches", "naive", "1", "none", [4], source),
+        Series("micro_batches", "optimised", "1", "none", [3], source),
+        Series("loss", "naive", "1", "none", [0.5, 0.4], source),
+        Series("loss", "optimised", "1", "none", [0.5, 0.400001], source),
+    ]
+
+
+def parity_series(error: float = 3e-7, limit: float = 1e-5) -> list[Series]:
+    worst = {"worst": "decoder.layers.0.mlp.linear_fc1.weight"}
+    return [
+        Series("parity_max_error", "both", "1", "lower", [error / 2, error], limit=limit, notes=worst),
+        Series("loss_error", "both", "1", "lower", [error / 10], limit=limit),
+    ]

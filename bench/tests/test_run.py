@@ -1,0 +1,122 @@
+"""The runner: what a suite returns or raises becomes records, and one bad cell ends only itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.record import OutcomeRecord, SeriesRecord, read_records
+from bench.tests.made_up import make_cell, parity_series, throughput_series
+from steelyard.errors import InputError
+from suites.launch.local import run_ranks
+from suites.matrix import Cell, Layout
+from suites.measure import Series
+
+
+def outcomes(folder: Path) -> list[OutcomeRecord]:
+    return [record for record in read_records(folder).lines if isinstance(record, OutcomeRecord)]
+
+
+def sum_of_ranks(payload: dict) -> list[float]:
+    """Runs in every rank of the cell below."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_rank() == payload["dies"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def rank_suite(dies: int | None) -> Callable[[Cell, str | None], list[Series]]:
+    def measure(cell: Cell, device: str | None = None) -> list[Series]:
+        values = run_ranks(
+            "bench.tests.test_run:sum_of_ranks",
+            cell.layout.parallel().world,
+            {"dies": dies},
+            time_limit=60,
+            device=device,
+        )
+        return [Series("ranks", "both", "1", "none", values)]
+
+    return measure
+
+
+def test_a_cell_on_real_ranks_leaves_its_samples(add_suite, weigh) -> None:
+    add_suite("ranks", rank_suite(dies=None))
+    cell = make_cell("ranks", layout=Layout(dp=2))
+    series, outcome = read_records(weigh(cell)).lines
+    assert isinstance(series, SeriesRecord)
+    assert series.values == (2.0,)
+    assert series.case == cell.model_dump(mode="json")
+    assert series.environment.device == "cpu"
+    assert series.seconds > 0
+    assert outcome.status == "passed"
+
+
+def test_a_rank_that_dies_fails_its_cell_and_the_run_goes_on(add_suite, weigh) -> None:
+    add_suite("dying", rank_suite(dies=1))
+    add_suite("fine", lambda cell, device: throughput_series())
+    dead, fine = outcomes(weigh(make_cell("dying", layout=Layout(dp=2)), make_cell("fine")))
+    assert (dead.status, dead.reason) == ("failed", "rank 1 was ended by signal SIGKILL")
+    assert "rank 1" in dead.detail
+    assert fine.status == "passed"
+
+
+def test_an_error_is_kept_with_its_traceback(add_suite, weigh) -> None:
+    def broken(cell: Cell, device: str | None) -> list[Series]:
+        raise ZeroDivisionError("of a test")
+
+    add_suite("broken", broken)
+    (outcome,) = outcomes(weigh(make_cell("broken")))
+    assert (outcome.status, outcome.reason) == ("failed", "ZeroDivisionError: of a test")
+    assert "Traceback" in outcome.detail
+
+
+def test_bad_input_inside_a_cell_is_kept_as_its_message(add_suite, weigh) -> None:
+    def refuses(cell: Cell, device: str | None) -> list[Series]:
+        raise InputError("max_tokens=3 is too small: raise it")
+
+    add_suite("refuses", refuses)
+    (outcome,) = outcomes(weigh(make_cell("refuses")))
+    assert (outcome.status, outcome.reason) == ("failed", "max_tokens=3 is too small: raise it")
+
+
+def test_a_broken_limit_fails_the_cell_and_keeps_its_samples(add_suite, weigh) -> None:
+    add_suite("parity", lambda cell, device: parity_series(error=4e-4))
+    lines = read_records(weigh(make_cell("parity"))).lines
+    assert lines[0].values == (2e-4, 4e-4)
+    assert lines[-1].status == "failed"
+    assert "parity_max_error is 0.0004" in lines[-1].reason
+    assert "above its limit 1e-05" in lines[-1].reason
+
+
+def test_sides_with_unequal_numbers_of_samples_fail(add_suite, weigh) -> None:
+    def unequal(cell: Cell, device: str | None) -> list[Series]:
+        return [
+            Series("tokens_per_second", "naive", "tokens/s", "higher", [1.0, 2.0]),
+            Series("tokens_per_second", "optimised", "tokens/s", "higher", [1.0]),
+        ]
+
+    add_suite("unequal", unequal)
+    (outcome,) = read_records(weigh(make_cell("unequal"))).lines
+    assert "unequal numbers" in outcome.reason
+
+
+def test_a_suite_without_samples_fails(add_suite, weigh) -> None:
+    add_suite("empty", lambda cell, device: [])
+    (outcome,) = outcomes(weigh(make_cell("empty")))
+    assert (outcome.status, outcome.reason) == ("failed", "the suite returned no samples")
+
+
+def test_an_interruption_keeps_what_was_there_and_says_what_did_not_run(add_suite, weigh) -> None:
+    def interrupted(cell: Cell, device: str | None) -> list[Series]:
+        raise KeyboardInterrupt
+
+    add_suite("fine", lambda cell, device: throughput_series())
+    add_suite("interrupted", interrupted)
+    cells = (make_cell("fine"), make_cell("interrupted"), make_cell("fine", "rl-math-short"))
+    assert [outcome.status for outcome in outcomes(weigh(*cells))] == ["passed", "not_run", "not_run"]

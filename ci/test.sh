@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Installs what is needed and checks everything: lint, format, types, tests. Arguments go to pytest.
+#   bash ci/test.sh                     everything
+#   bash ci/test.sh impl/tests -k pack  some tests only (lint and types still run)
+source "$(dirname "$0")/tox.sh"
+
+in_harness bash -c 'ruff check . && ruff format --check . && mypy && pytest "$@"' pytest "$@"

@@ -1,0 +1,137 @@
+"""Count, contents and order chosen together for a pipeline: better than packing first and ordering afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from steelyard.balance import MicroBatchPlan, plan_micro_batches, plan_step
+from steelyard.balance.improve import Items, Step, improve
+from steelyard.balance.request import Settings, read_batch
+from steelyard.lengths import workload
+from steelyard.pipeline import Pipeline, best_order, is_legal_count, makespan_lower_bound, simulate
+from steelyard.pipeline.schedule import legal_count
+
+PIPELINES = [Pipeline(4), Pipeline(8), Pipeline(4, 2)]
+
+
+class Fixed:
+    """``24576 * s + s * s``, and the work of 256 tokens for every micro-batch."""
+
+    fixed = 24576.0 * 256
+
+    def __call__(self, lengths: Sequence[int]) -> np.ndarray:
+        tokens = np.asarray(lengths, np.float64)
+        return 24576.0 * tokens + tokens * tokens
+
+    def micro_batch(self, lengths: Sequence[int]) -> float:
+        return float(self(lengths).sum()) + self.fixed
+
+
+def step_time(plans: list[MicroBatchPlan], pipeline: Pipeline) -> float:
+    return max(simulate(plan.work, pipeline).makespan for plan in plans)
+
+
+def packed_then_ordered(lengths: np.ndarray, cap: int, pipeline: Pipeline, cost: object) -> float:
+    """Level micro-batches of the least legal count, small at both ends."""
+    plans = plan_step(lengths, cap, 4, pipeline=pipeline, cost=cost, order="both_ends")  # type: ignore[arg-type]
+    return step_time(plans, pipeline)
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=["pp4", "pp8", "pp4 vpp2"])
+@pytest.mark.parametrize(("name", "rows"), [("rl-code-16k-cap", 128), ("deepseek-r1-reasoning", 512)])
+@pytest.mark.parametrize("cost", [None, Fixed()], ids=["no fixed cost", "fixed cost"])
+def test_a_pipeline_plan_has_far_less_overhead_than_packing_and_then_ordering(
+    pipeline: Pipeline, name: str, rows: int, cost: Fixed | None
+) -> None:
+    # Where one row goes through eight stages longer than the whole step should take, little is left to gain.
+    most = 0.92 if (name, pipeline.stages) == ("deepseek-r1-reasoning", 8) else 0.85
+    ratios = []
+    for seed in range(5):
+        lengths = workload(name).draw(rows, seed).totals
+        cap = -(-int(lengths.max()) // 256) * 256
+        plans = plan_step(lengths, cap, 4, pipeline=pipeline, cost=cost)
+        assert len({len(plan) for plan in plans}) == 1
+        assert is_legal_count(len(plans[0]), pipeline)
+        assert max(max(plan.tokens) for plan in plans) <= cap
+        # One ideal for both, so that micro-batches which cost something are not for free.
+        ideal = (Fixed()(lengths).sum() / 4) * 3 / pipeline.stages
+        ours, theirs = step_time(plans, pipeline), packed_then_ordered(lengths, cap, pipeline, cost)
+        assert ours <= theirs * (1 + 1e-12)
+        ratios.append((ours / ideal - 1) / (theirs / ideal - 1))
+    assert np.mean(ratios) <= most
+
+
+def test_one_rank_alone_gains_too() -> None:
+    pipeline = Pipeline(4)
+    for seed in range(4):
+        lengths = workload("rl-math-long-mixture").draw(96, seed).totals
+        cap = int(lengths.max())
+        ours = plan_micro_batches(lengths, cap, pipeline=pipeline)
+        others = plan_micro_batches(lengths, cap, pipeline=pipeline, order="both_ends")
+        assert simulate(ours.work, pipeline).makespan < simulate(others.work, pipeline).makespan
+        assert ours.summary().gap >= 0
+        assert ours.lower_bound == others.lower_bound
+
+
+def test_a_pipeline_of_one_stage_keeps_the_least_count_when_micro_batches_cost() -> None:
+    lengths = workload("rl-math-short").draw(64, 0).totals
+    plan = plan_micro_batches(lengths, 16384, pipeline=Pipeline(1), cost=Fixed())
+    assert len(plan) == len(plan_micro_batches(lengths, 16384))
+
+
+def test_forward_passes_only_are_planned_too() -> None:
+    pipeline = Pipeline(4, backward=0)
+    lengths = workload("rl-code-16k-cap").draw(64, 0).totals
+    plan = plan_micro_batches(lengths, 20_000, pipeline=pipeline)
+    assert simulate(plan.work, pipeline).makespan >= makespan_lower_bound(plan.work, pipeline)
+    level = plan_micro_batches(lengths, 20_000, pipeline=pipeline, order="both_ends")
+    assert simulate(plan.work, pipeline).makespan <= simulate(level.work, pipeline).makespan
+
+
+def test_transfers_count_in_the_unit_of_the_cost() -> None:
+    lengths = workload("rl-code-16k-cap").draw(64, 2).totals
+    pipeline = Pipeline(4, p2p=24576.0 * 2000)
+    ours = plan_micro_batches(lengths, 20_000, pipeline=pipeline)
+    others = plan_micro_batches(lengths, 20_000, pipeline=pipeline, order="both_ends")
+    assert simulate(ours.work, pipeline).makespan <= simulate(others.work, pipeline).makespan
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=["pp4", "pp8", "pp4 vpp2"])
+def test_moves_lower_the_makespan_and_keep_items_cap_and_count(pipeline: Pipeline) -> None:
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(50, 900, 90)
+    batch = read_batch(lengths, Settings(4000), None, None)
+    items = Items(batch.work, batch.tokens, 4000, batch.fixed)
+    count = legal_count(10, pipeline)
+    hands = [[list(range(rank * count + at, 90, 2 * count)) for at in range(count)] for rank in range(2)]
+    step = Step.of(hands, items, pipeline)
+    before = float(step.times.max())
+    improve(step, items, pipeline, 200_000)
+    assert step.times.max() < before
+    again = Step.of(step.hands, items, pipeline)
+    assert (again.work == step.work).all()
+    assert (again.tokens == step.tokens).all()
+    assert again.times == pytest.approx(step.times)
+    assert sorted(item for hand in step.hands for one in hand for item in one) == list(range(90))
+    assert step.tokens.max() <= 4000
+    assert all(one for hand in step.hands for one in hand)
+
+
+def test_no_budget_means_no_moves() -> None:
+    pipeline = Pipeline(2)
+    batch = read_batch([5, 9, 3, 8], Settings(20), None, None)
+    items = Items(batch.work, batch.tokens, 20, batch.fixed)
+    step = Step.of([[[0, 1], [2], [3]]], items, pipeline)
+    improve(step, items, pipeline, 0)
+    assert step.hands == [[[0, 1], [2], [3]]]
+
+
+def test_the_order_of_a_plan_is_not_worse_than_a_new_search_by_much() -> None:
+    pipeline = Pipeline(4)
+    lengths = workload("rl-code-16k-cap").draw(128, 3).totals
+    for plan in plan_step(lengths, 18_000, 4, pipeline=pipeline):
+        again = np.array(plan.work)[best_order(plan.work, pipeline)]
+        assert simulate(plan.work, pipeline).makespan <= simulate(again, pipeline).makespan * 1.03
