@@ -151,6 +151,9 @@ class Matrix(Strict):
                         f"workloads, layouts or roles of the [[suite]] table"
                     )
                 cell = Cell(suite=table.name, **axes, **settings)
+                if cell.id in cells and lengths_file is not None:
+                    # Tables that differ in their workloads became the same: the first says the settings.
+                    continue
                 if cell.id in cells:
                     raise InputError(f"matrix {self.name}: cell {cell.id} is there twice: remove one of the two")
                 if lengths_file is None:
@@ -158,7 +161,7 @@ class Matrix(Strict):
                 layout.parallel().check(cell.model.shape())
                 if cell.rows % layout.dp:
                     raise InputError(
-                        f"matrix {self.name}, cell {cell.id}: rows={cell.rows} must be a multiple of dp={layout.dp}, as "
+                        f"matrix {self.name}, cell {cell.id}: rows={cell.rows} must be a multiple of dp={layout.dp}: "
                         f"the naive side gives every data-parallel rank as many rows"
                     )
                 cells[cell.id] = cell

@@ -1,4 +1,4 @@
-"""Ranks that end well, and every way in which they can end badly: always a result or a reason, never a wait for ever."""
+"""Ranks that end well, and every way in which they can end badly: a result or a reason, never a wait for ever."""
 
 import time
 

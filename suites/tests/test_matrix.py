@@ -42,6 +42,9 @@ def test_a_lengths_file_takes_the_place_of_the_workloads(tmp_path):
     own = LengthsFile(path=str(file), prompt_column="p", response_column="r")
     (cell,) = load(tmp_path, 'description = "x"\n' + MODEL + SUITE + "settings = { rows = 4 }\n").cells(own)
     assert cell.workload == "lengths"
+    twice = SUITE + SUITE.replace("rl-math-short", "rl-code-16k-cap") + "settings = { rows = 4 }\n"
+    (first,) = load(tmp_path, 'description = "x"\n' + MODEL + twice).cells(own)
+    assert first.rows == 16, "tables that differ in their workloads alone become one cell"
     pairs = set(zip(cell.draw().prompts.tolist(), cell.draw().responses.tolist(), strict=True))
     assert pairs == {(100, 20), (50, 7)}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
@@ -96,7 +96,7 @@ class PackedAttention(MegatronModule):
         from torch.nn.attention.varlen import varlen_attn
 
         # window_size (-1, 0): everything to the left, nothing to the right, which is causal attention.
-        return varlen_attn(
+        out = varlen_attn(
             query,
             key,
             value,
@@ -108,3 +108,4 @@ class PackedAttention(MegatronModule):
             window_size=(-1, 0),
             enable_gqa=query.size(1) != key.size(1),
         )
+        return cast(torch.Tensor, out)

@@ -37,7 +37,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
-        self.weight.sequence_parallel = config.sequence_parallel
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - not declared by torch
 
 
 class ValueHead(torch.nn.Module):
@@ -52,7 +52,7 @@ class ValueHead(torch.nn.Module):
         weight = torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         torch.nn.init.normal_(weight, std=config.init_method_std)
         self.weight = torch.nn.Parameter(weight)
-        self.weight.sequence_parallel = config.sequence_parallel
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
@@ -125,8 +125,8 @@ def transformer_config(
         # Stages exchange shapes before every transfer; megatron-core then wants this dispatcher, for dense models too.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # The interleaved schedule frees a stage's output while its transfer still reads it: the next stage then gets other
-        # bytes, now and then.
+        # The interleaved schedule frees a stage's output while its transfer still reads it: now and then the next stage
+        # gets other bytes.
         "deallocate_pipeline_outputs": layout.vpp == 1,
         # With virtual stages, the schedule without overlap swaps or deadlocks the exchange of shapes.
         "overlap_p2p_comm": layout.vpp > 1,
@@ -164,7 +164,7 @@ def build_model(
     override_ddp_config: Mapping[str, Any] | None = None,
     override_transformer_config: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
-) -> list[torch.nn.Module]:
+) -> list[DistributedDataParallel]:
     """This rank's model chunks, one per virtual stage, each wrapped in Megatron's DDP.
 
     Call it inside ``running_on(device)`` and after ``initialize_parallel(layout)``.
@@ -236,7 +236,7 @@ def _connect_to_schedule(config: TransformerConfig, chunks: list[DistributedData
 
 
 def build_optimizer(
-    chunks: list[torch.nn.Module], *, lr: float, max_grad_norm: float = 1.0, **settings: Any
+    chunks: list[DistributedDataParallel], *, lr: float, max_grad_norm: float = 1.0, **settings: Any
 ) -> MegatronOptimizer:
     """Megatron's optimizer (Adam) over the chunks: distributed when their DDP configuration says so.
 

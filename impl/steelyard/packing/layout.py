@@ -33,7 +33,9 @@ class PackedLayout:
     alignment: int = 1
 
     @classmethod
-    def of(cls, lengths: Sequence[int], *, starts: Sequence[int] | None = None, tp: int = 1) -> PackedLayout:
+    def of(
+        cls, lengths: Sequence[int] | np.ndarray, *, starts: Sequence[int] | np.ndarray | None = None, tp: int = 1
+    ) -> PackedLayout:
         """The layout of rows with these lengths.
 
         Args:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from steelyard.balance import MicroBatchPlan, plan_micro_batches
@@ -20,6 +21,8 @@ from steelyard.pipeline import Pipeline, legal_count
 from steelyard.step.batch import MicroBatch, RolloutBatch, make_micro_batch
 from steelyard.step.losses import mask_totals
 from steelyard.step.roles import Role
+
+Indices = Sequence[Sequence[int]] | MicroBatchPlan
 
 
 @dataclass(frozen=True)
@@ -75,36 +78,39 @@ def plan(batch: RolloutBatch, settings: StepSettings) -> list[list[int]]:
     Raises:
         PlanError: a row above the budget, or a count of fixed micro-batches that Megatron's schedule refuses.
     """
-    pipeline = settings.pipeline()
-    if settings.micro_batch_size is not None:
-        size = settings.micro_batch_size
-        indices = [list(range(start, min(start + size, batch.rows))) for start in range(0, batch.rows, size)]
-        legal = legal_count(len(indices), pipeline) if pipeline else len(indices)
-        if legal != len(indices):
-            raise PlanError(
-                f"micro_batch_size={size} makes {len(indices)} micro-batches of {batch.rows} rows, which Megatron's "
-                f"schedule refuses for {settings.layout}; the next legal count is {legal}: change micro_batch_size, or "
-                f"set max_tokens for dynamic micro-batches"
-            )
-        return indices
+    if settings.max_tokens is None:
+        return _fixed_split(batch.rows, settings)
     layout = settings.layout
     made = plan_micro_batches(
         settings.slots(batch.lengths),
         settings.max_tokens * layout.cp,
         cost=settings.cost,
-        pipeline=pipeline,
+        pipeline=settings.pipeline(),
         group=parallel_state.get_data_parallel_group() if layout.dp > 1 else None,
     )
     return made.indices
 
 
+def _fixed_split(rows: int, settings: StepSettings) -> list[list[int]]:
+    size = settings.micro_batch_size or rows
+    indices = [list(range(start, min(start + size, rows))) for start in range(0, rows, size)]
+    legal = legal_count(len(indices), settings.pipeline())
+    if legal != len(indices):
+        raise PlanError(
+            f"micro_batch_size={size} makes {len(indices)} micro-batches of {rows} rows, which Megatron's schedule "
+            f"refuses for {settings.layout}; the next legal count is {legal}: change micro_batch_size, or set "
+            f"max_tokens for dynamic micro-batches"
+        )
+    return indices
+
+
 def forward_backward_batch(
     batch: RolloutBatch | Mapping[str, torch.Tensor],
     role: Role,
-    models: list[torch.nn.Module],
+    models: list[DistributedDataParallel],
     settings: StepSettings,
     *,
-    indices: Sequence[Sequence[int]] | MicroBatchPlan | None = None,
+    indices: Indices | None = None,
     forward_only: bool = False,
 ) -> dict[str, list]:
     """Run one mini-batch through the model, micro-batch by micro-batch, and leave its gradients in the models' buffers.
@@ -138,6 +144,8 @@ def forward_backward_batch(
     chosen = [list(part) for part in (plan(rollouts, settings) if indices is None else indices)]
     weights = torch.zeros_like(rollouts.response_mask) if forward_only else _weights(rollouts, role)
 
+    device = torch.device(torch.cuda.current_device())
+
     def micro_batches() -> Iterator[MicroBatch]:
         for rows in chosen:
             yield make_micro_batch(
@@ -145,7 +153,7 @@ def forward_backward_batch(
                 rows,
                 weights,
                 needed,
-                device=torch.cuda.current_device(),
+                device=device,
                 packed=settings.packed,
                 tp=settings.alignment,
             )

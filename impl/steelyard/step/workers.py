@@ -8,11 +8,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from steelyard.errors import InputError
 from steelyard.step.batch import RolloutBatch
-from steelyard.step.engine import StepSettings, forward_backward_batch
+from steelyard.step.engine import Indices, StepSettings, forward_backward_batch
 from steelyard.step.metrics import reduce_metrics
 from steelyard.step.roles import ActorRole, CriticRole, Role
 
@@ -34,25 +35,25 @@ class Worker:
     def __init__(
         self,
         role: Role,
-        models: list[torch.nn.Module],
+        models: list[DistributedDataParallel],
         settings: StepSettings,
         optimizer: MegatronOptimizer | None = None,
     ) -> None:
         self.role, self.models, self.settings, self.optimizer = role, models, settings, optimizer
 
-    def update(self, batch: Batch, **planned: object) -> dict[str, float]:
+    def update(self, batch: Batch, *, indices: Indices | None = None) -> dict[str, float]:
         """One optimizer step on one mini-batch; returns the metrics of the whole mini-batch, the same on every rank.
 
         Args:
             batch: this data-parallel rank's rows.
-            planned: ``indices`` as ``forward_backward_batch`` takes them.
+            indices: micro-batches that were planned elsewhere, as ``forward_backward_batch`` takes them.
         """
         if self.optimizer is None:
             raise InputError(f"this {self.name} has no optimizer: give it one to update it")
         for model in self.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        result = forward_backward_batch(batch, self.role, self.models, self.settings, **planned)
+        result = forward_backward_batch(batch, self.role, self.models, self.settings, indices=indices)
         metrics = reduce_metrics(self.role, [part["sums"] for part in result["output"]])
         _, grad_norm, _ = self.optimizer.step()
         return {
@@ -88,7 +89,7 @@ class Actor(Worker):
 
     def __init__(
         self,
-        models: list[torch.nn.Module],
+        models: list[DistributedDataParallel],
         settings: StepSettings,
         optimizer: MegatronOptimizer | None = None,
         role: ActorRole | None = None,
@@ -107,7 +108,7 @@ class Critic(Worker):
 
     def __init__(
         self,
-        models: list[torch.nn.Module],
+        models: list[DistributedDataParallel],
         settings: StepSettings,
         optimizer: MegatronOptimizer | None = None,
         role: CriticRole | None = None,

@@ -31,13 +31,11 @@ def test_an_unknown_builder_is_refused():
         build_model(SHAPE, ParallelLayout(), builder="nemo")
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"experts": 4, "experts_per_token": 2, "moe_ffn": 16},
-        {"kv_lora": 8, "qk_nope": 4, "qk_rope": 4, "v_head_dim": 8},
-    ],
-)
+EXPERTS = {"experts": 4, "experts_per_token": 2, "moe_ffn": 16}
+LATENT = {"kv_lora": 8, "qk_nope": 4, "qk_rope": 4, "v_head_dim": 8}
+
+
+@pytest.mark.parametrize("fields", [EXPERTS, LATENT])
 def test_a_shape_that_cannot_be_built_is_refused_by_name(fields):
     values = {name: getattr(SHAPE, name) for name in ("layers", "hidden", "ffn", "heads", "head_dim", "vocab")}
     shape = ModelShape(**values, kv_heads=4 if "kv_lora" in fields else 2, name="mine", **fields)

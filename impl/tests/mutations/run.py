@@ -3,8 +3,8 @@
     python impl/tests/mutations/run.py            the whole catalogue
     python impl/tests/mutations/run.py cap count  the faults whose rule contains one of the words
 
-A fault is a piece of source text and what takes its place. It is planted in a copy of the checkout, never in the checkout
-itself. A fault that no test notices ends the run with exit code 1: then the rule is not guarded.
+A fault is a piece of source text and what takes its place. It is planted in a copy of the checkout, never in the
+checkout itself. A fault that no test notices ends the run with exit code 1: then the rule is not guarded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The catalogue of planted faults stays applicable: its texts are there, and its tests exist. `run.py` plants the faults."""
+"""The catalogue of planted faults stays applicable: its texts and its tests are there. `run.py` plants the faults."""
 
 import importlib.util
 import re

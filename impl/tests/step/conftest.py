@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent
 @pytest.fixture
 def torchrun():
     def run(function: str, world: int, *arguments: str, time_limit: float = 120) -> str:
-        """Call ``function`` of on_ranks.py on ``world`` ranks and return what they printed; fail with it if one fails."""
+        """Call ``function`` of on_ranks.py on ``world`` ranks and return what they printed, or fail with it."""
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
         result = subprocess.run(
             [*command, str(FOLDER / "on_ranks.py"), function, *arguments],

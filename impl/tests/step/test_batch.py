@@ -42,9 +42,8 @@ def test_each_scored_token_follows_the_position_that_scores_it(packed, tp, rows)
     part = cut(batch, rows, packed=packed, tp=tp)
     scoring = part.input_ids.flatten()[part.scored]
     assert torch.equal(scoring + 1, part.labels), "tokens of a row count up by one"
-    expected = [
-        (at, column) for at, row in enumerate(rows) for column in range(RESPONSES[row]) if PROMPTS[row] + column
-    ]
+    places = [(at, column) for at, row in enumerate(rows) for column in range(RESPONSES[row])]
+    expected = [(at, column) for at, column in places if PROMPTS[rows[at]] + column]
     assert part.places.tolist() == [at * R + column for at, column in expected]
     assert part.fields["advantages"].tolist() == [rows[at] * R + column for at, column in expected]
     assert part.spread(part.labels.float()).shape == (len(rows), R)

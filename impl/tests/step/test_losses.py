@@ -61,7 +61,7 @@ def test_policy_loss_by_hand():
     ratios = torch.tensor([1.1, 1.5, 0.5, 0.5, 5.0], dtype=torch.float64)
     advantages = torch.tensor([2.0, 2.0, 2.0, -2.0, -2.0], dtype=torch.float64)
     loss, counts = clipped_policy_loss(ratios.log(), torch.zeros(5, dtype=torch.float64), advantages)
-    # inside; clipped at 1.2; below and not clipped for a gain; clipped at 0.8 for a loss; bounded by the dual clip of 3.
+    # inside; clipped at 1.2; below, but not clipped for a gain; clipped at 0.8; bounded by the dual clip of 3.
     assert loss.tolist() == pytest.approx([-2.2, -2.4, -1.0, 1.6, 6.0])
     assert counts["clipped"].tolist() == [False, True, False, True, False]
     assert counts["clipped_lower"].tolist() == [False, False, False, False, True]
