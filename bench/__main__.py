@@ -2,4 +2,6 @@
 
 from bench.cli import app
 
-app(prog_name="python -m bench")
+# Ranks are started by multiprocessing, which imports this module again.
+if __name__ == "__main__":
+    app(prog_name="python -m bench")

@@ -71,10 +71,10 @@ def _compare(cell: Cell) -> dict[str, dict[str, dict[str, Any]]]:
     size = _fixed_size(len(lengths) // layout.dp, cell)
     contiguous = [(rows.tolist(), None) for rows in np.split(np.arange(len(lengths)), layout.dp)]
     found = {}
-    for packed in (True, False):
+    for packed in (True, False) if layout.cp == 1 else (True,):
         form = "packed" if packed else "padded"
         settings = StepSettings(max_tokens=_budget(cell), packed=packed, layout=layout)
-        plans = plan_step(settings.slots(lengths), settings.max_tokens, layout.dp, pipeline=settings.pipeline())
+        plans = plan_step(settings.slots(lengths), settings.budget, layout.dp, pipeline=settings.pipeline())
         found[f"dynamic {form}"] = judging.compare(cell, case, settings, [(plan.rows, plan) for plan in plans])
         settings = StepSettings(micro_batch_size=size, packed=packed, layout=layout)
         found[f"fixed {form}"] = judging.compare(cell, case, settings, contiguous)
@@ -84,7 +84,8 @@ def _compare(cell: Cell) -> dict[str, dict[str, dict[str, Any]]]:
 def _budget(cell: Cell) -> int:
     """The cell's token budget, or one that makes several micro-batches of several rows on each data-parallel rank."""
     totals = cell.draw().totals
-    return cell.max_tokens or max(-(-int(totals.max()) // 64) * 64, int(totals.sum()) // (3 * cell.layout.dp))
+    whole = max(-(-int(totals.max()) // 64) * 64, int(totals.sum()) // (3 * cell.layout.dp))
+    return cell.max_tokens or -(-whole // cell.layout.cp)
 
 
 def _fixed_size(rows: int, cell: Cell) -> int:

@@ -197,9 +197,9 @@ def _optimised(cell: Cell, sample: Any, batch: dict[str, Any]) -> _Side:
     loss_name = "critic/vf_loss" if cell.role == "critic" else "actor/pg_loss"
 
     def step() -> float:
-        plan = plan_step(settings.slots(sample.totals), budget, layout.dp, cost=cost, pipeline=settings.pipeline())[
-            rank
-        ]
+        plan = plan_step(
+            settings.slots(sample.totals), settings.budget, layout.dp, cost=cost, pipeline=settings.pipeline()
+        )[rank]
         return worker.update(take_rows(batch, plan.rows), indices=plan)[loss_name]
 
     return _Side(step, counter)

@@ -90,6 +90,11 @@ class ParallelLayout:
                 f"tp={self.tp} neither divides the model's {shape.kv_heads} key-value heads nor is a multiple of them: "
                 f"use one that does"
             )
+        if self.cp > 1 and self.cp_kind == "all_to_all" and shape.heads // self.tp % self.cp:
+            raise LayoutError(
+                f"cp={self.cp} with cp_kind='all_to_all' does not divide the {shape.heads // self.tp} attention heads "
+                f"of a tensor-parallel rank: use cp_kind='all_gather' or a divisor"
+            )
         if shape.ffn % self.tp:
             raise LayoutError(f"tp={self.tp} does not divide the model's feed-forward size {shape.ffn}: use a divisor")
         if shape.vocab % self.tp:

@@ -46,6 +46,7 @@ def test_sizes_that_contradict_each_other(sizes, text):
         ({"pp": 3}, r"pp\*vpp=3 does not divide the model's 8 layers"),
         ({"pp": 4, "vpp": 4}, r"pp\*vpp=16 does not divide"),
         ({"ep": 2, "dp": 2}, "ep=2 needs a mixture-of-experts model"),
+        ({"tp": 8, "cp": 2, "cp_kind": "all_to_all"}, "cp=2 with cp_kind='all_to_all' does not divide the 1 attention"),
     ],
 )
 def test_layouts_that_do_not_fit_the_model(sizes, text):

@@ -40,7 +40,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_last_output():
 
 def test_a_hanging_rank_is_ended_in_time_and_shows_where_it_stood():
     start = time.monotonic()
-    with pytest.raises(RanksFailed, match=r"ranks \[0, 1\] did not end within 12 s") as failure:
-        run_ranks(JOBS + "stand_still_here", 2, None, time_limit=12, device="cpu")
-    assert time.monotonic() - start < 40
+    with pytest.raises(RanksFailed, match=r"ranks \[0, 1\] did not end within 4 s") as failure:
+        run_ranks(JOBS + "stand_still_here", 2, None, time_limit=4, device="cpu")
+    assert time.monotonic() - start < 30
     assert "in stand_still_here" in failure.value.detail

@@ -6,6 +6,7 @@ attention and ``RMSNorm`` below, which knows about sequence parallelism (megatro
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from steelyard.cost import ModelShape
 from steelyard.errors import InputError, LayoutError, ShapeError
-from steelyard.model.attention import PackedAttention
+from steelyard.model.attention import PackedAttention, PackedSelfAttention
 from steelyard.model.ddp import resolve_ddp_config
 from steelyard.parallel import ParallelLayout
 
@@ -121,6 +122,7 @@ def transformer_config(
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "microbatch_group_size_per_vp_stage": layout.group,
         "context_parallel_size": layout.cp,
+        "cp_comm_type": {"all_gather": "all_gather", "all_to_all": "a2a"}[layout.cp_kind],
         "expert_model_parallel_size": layout.ep,
         # Stages exchange shapes before every transfer; megatron-core then wants this dispatcher, for dense models too.
         "variable_seq_lengths": True,
@@ -143,15 +145,26 @@ def transformer_config(
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """megatron-core's local layer with packed attention and the norm of this module."""
+    """megatron-core's local layer with packed self-attention and the norm of this module."""
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.self_attention.module = PackedSelfAttention
     attention = layer.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = core_attention()
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
+
+
+def core_attention() -> type:
+    """TransformerEngine's attention where it is installed and the model runs on CUDA, else ours."""
+    on_cuda = torch.device(torch.cuda.current_device()).type == "cuda"
+    if on_cuda and importlib.util.find_spec("transformer_engine"):
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        return TEDotProductAttention
+    return PackedAttention
 
 
 def build_model(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from steelyard.errors import BatchError
-from steelyard.packing import PackedLayout, pack
+from steelyard.packing import PackedLayout, compact, pack
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -126,9 +126,10 @@ class MicroBatch:
     no such position: it is not scored, and counts in no loss.
 
     Attributes:
-        input_ids, position_ids: [1, T] packed or [b, S] padded.
+        input_ids, position_ids: [1, T/cp] packed or [b, S] padded.
         packed_seq_params: for megatron-core, or None when padded.
-        scored: [N] index into the flattened output of the model, one entry for each scored response token.
+        scored: [N] index into the flattened output of the model, one entry for each response token that this
+            context-parallel rank scores.
         labels: [N] the scored tokens.
         mask: [N] 1 where the token counts in the loss.
         weights: [N] each token's share in the aggregated loss.
@@ -165,6 +166,8 @@ def make_micro_batch(
     device: torch.device | str,
     packed: bool = True,
     tp: int = 1,
+    cp: int = 1,
+    cp_rank: int = 0,
 ) -> MicroBatch:
     """Cut the named rows out of a batch and move them to the device.
 
@@ -176,6 +179,7 @@ def make_micro_batch(
         device: where the model is.
         packed: one sequence of tokens (THD), or rows padded to the longest of them (BSHD).
         tp: tensor-parallel size when sequence parallelism splits the tokens, else 1.
+        cp, cp_rank: context-parallel size and rank; only the tokens that this rank computes are in the micro-batch.
     """
     part = batch.select(rows)
     split = batch.input_ids.size(1) - batch.response_width
@@ -184,21 +188,22 @@ def make_micro_batch(
     if not lengths.any():
         # The schedule needs a forward pass in every micro-batch: give it the fewest tokens that split over the ranks.
         lengths, starts, source = np.array([1]), np.array([0]), source.new_zeros((1, batch.input_ids.size(1)))
-    layout = PackedLayout.of(lengths, starts=starts, tp=tp)
+    layout = PackedLayout.of(lengths, starts=starts, tp=tp, cp=cp, cp_rank=cp_rank)
 
     row, column = _scored_tokens(part)
     before = part.prompts[row] + column - 1
     if packed:
         ids = pack(source, layout).unsqueeze(0)
-        positions = torch.from_numpy(layout.slot_positions).unsqueeze(0)
+        scored = layout.to_local(layout.cu_seqlens_padded[row] + before)
+        mine = scored >= 0
+        row, column, scored = row[mine], column[mine], scored[mine]
         params = layout.packed_seq_params(device)
-        scored = layout.cu_seqlens_padded[row] + before
+        positions = params.positions.unsqueeze(0)
     else:
-        width = layout.max_seqlen
-        ids = compact(source, layout, width)
-        positions = torch.arange(width).expand(lengths.size, width)
+        ids = compact(source, layout, layout.max_seqlen)
+        scored = row * layout.max_seqlen + before
         params = None
-        scored = row * width + before
+        positions = torch.arange(layout.max_seqlen, device=device).expand(ids.shape)
 
     place = torch.from_numpy(row * batch.response_width + column).to(source.device)
     label_index = torch.from_numpy(row * batch.input_ids.size(1) + split + column).to(source.device)
@@ -208,7 +213,7 @@ def make_micro_batch(
 
     return MicroBatch(
         input_ids=ids.to(device, non_blocking=True),
-        position_ids=positions.to(device, non_blocking=True),
+        position_ids=positions,
         packed_seq_params=params,
         scored=torch.from_numpy(scored).to(device, non_blocking=True),
         labels=part.input_ids.flatten().index_select(0, label_index).to(device, non_blocking=True),
@@ -228,11 +233,3 @@ def _scored_tokens(part: RolloutBatch) -> tuple[np.ndarray, np.ndarray]:
     row = np.repeat(np.arange(part.prompts.size), counts)
     column = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + first[row]
     return row, column
-
-
-def compact(rows: torch.Tensor, layout: PackedLayout, width: int) -> torch.Tensor:
-    """[B, S] -> [B, width]: each row's tokens moved to its left edge, zero behind them."""
-    source = torch.from_numpy(layout.token_rows * rows.size(1) + layout.token_columns).to(rows.device)
-    target = torch.from_numpy(layout.token_rows * width + layout.token_positions).to(rows.device)
-    compacted = rows.new_zeros(rows.size(0) * width)
-    return compacted.index_copy(0, target, rows.flatten().index_select(0, source)).view(rows.size(0), width)

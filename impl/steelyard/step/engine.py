@@ -56,11 +56,25 @@ class StepSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name}={value} must be at least 1")
+        if self.layout.cp > 1 and not self.packed:
+            raise InputError(
+                f"packed=False does not go with cp={self.layout.cp}: context parallelism needs packed rows"
+            )
 
     @property
     def alignment(self) -> int:
-        """Tokens of a row come in multiples of this, so that sequence parallelism can split them."""
+        """Tokens of a row come in multiples of this, so that sequence and context parallelism can split them."""
+        return self.tokens_split_over_tp * (2 * self.layout.cp if self.layout.cp > 1 else 1)
+
+    @property
+    def tokens_split_over_tp(self) -> int:
+        """Tensor-parallel ranks that share the tokens of a rank: all under sequence parallelism, else one."""
         return self.layout.tp if self.layout.sequence_parallel else 1
+
+    @property
+    def budget(self) -> int:
+        """Tokens that a dynamic micro-batch may hold over all context-parallel ranks."""
+        return (self.max_tokens or 0) * self.layout.cp
 
     def slots(self, lengths: np.ndarray) -> np.ndarray:
         """What rows of these lengths take of the budget once they are aligned: plan with these."""
@@ -83,7 +97,7 @@ def plan(batch: RolloutBatch, settings: StepSettings) -> list[list[int]]:
     layout = settings.layout
     made = plan_micro_batches(
         settings.slots(batch.lengths),
-        settings.max_tokens * layout.cp,
+        settings.budget,
         cost=settings.cost,
         pipeline=settings.pipeline(),
         group=parallel_state.get_data_parallel_group() if layout.dp > 1 else None,
@@ -155,7 +169,9 @@ def forward_backward_batch(
                 needed,
                 device=device,
                 packed=settings.packed,
-                tp=settings.alignment,
+                tp=settings.tokens_split_over_tp,
+                cp=settings.layout.cp,
+                cp_rank=parallel_state.get_context_parallel_rank(),
             )
 
     # megatron-core multiplies the loss by cp, divides it by the count, and DDP averages over dp*cp ranks: undo what is
@@ -193,9 +209,11 @@ def _forward_step(
 
 
 def _outputs(role: Role, part: MicroBatch, model_output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    output = role.output(model_output, part).detach()
-    kept = {role.output_name: part.spread(output), "computed_tokens": part.computed_tokens}
-    return output.new_zeros(()), kept
+    output = part.spread(role.output(model_output, part).detach())
+    if parallel_state.get_context_parallel_world_size() > 1:
+        # Every rank scored its own tokens; the others' places are zero.
+        dist.all_reduce(output, group=parallel_state.get_context_parallel_group())
+    return output.new_zeros(()), {role.output_name: output, "computed_tokens": part.computed_tokens}
 
 
 def _loss(

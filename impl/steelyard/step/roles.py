@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core import parallel_state
 
 from steelyard.step.batch import MicroBatch
+from steelyard.step.logprobs import token_log_probs
 from steelyard.step.losses import Aggregation, clipped_policy_loss, clipped_value_loss
 
 Sums = dict[str, torch.Tensor]
@@ -71,8 +72,13 @@ class ActorRole(Role):
 
     def output(self, model_output: torch.Tensor, part: MicroBatch) -> torch.Tensor:
         """Log-probabilities [N] from logits [b, S, V/tp], computed only where a response token is scored."""
-        logits_NV = model_output.flatten(0, 1).index_select(0, part.scored).float() / self.temperature
-        return -vocab_parallel_cross_entropy(logits_NV, part.labels)
+        return token_log_probs(
+            model_output.flatten(0, 1),
+            part.labels,
+            index=part.scored,
+            temperature=self.temperature,
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
 
     def loss(self, output: torch.Tensor, part: MicroBatch) -> tuple[torch.Tensor, Sums]:
         losses, counts = clipped_policy_loss(

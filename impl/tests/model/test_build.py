@@ -65,11 +65,9 @@ def attention(**settings):
     return PackedAttention(config, 1, None, "self")
 
 
-def test_attention_refuses_dropout_and_context_parallelism():
+def test_attention_refuses_dropout():
     with pytest.raises(InputError, match="attention_dropout=0.1"):
         attention(attention_dropout=0.1)
-    with pytest.raises(LayoutError, match="cp=2"):
-        attention(attention_dropout=0.0, context_parallel_size=2)
 
 
 def test_padded_attention_is_causal():
