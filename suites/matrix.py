@@ -74,16 +74,19 @@ class Cell(Strict):
         workload: name of a table in ``steelyard.lengths``, or of the lengths file.
         lengths_file: where the lengths come from when they are the user's own.
         layout, model: parallel sizes and model sizes.
-        role: ``actor`` or ``critic``.
+        role: ``actor``, ``critic`` or ``reward``.
         rows: sequences of one step, over all data-parallel ranks.
         scale: real lengths are divided by this to fit the device.
         max_tokens: token budget of a micro-batch per GPU; None lets the suite choose.
         micro_batch_size: rows of a micro-batch on the naive side.
-        pairs: measured pairs of steps (naive, optimised).
+        pairs: measured pairs of steps (naive, optimised); for planning, draws of lengths.
         warmup: steps of each side before the first measured pair.
         dtype: parameters and activations.
         seed: of weights, lengths and tokens.
         time_limit: seconds after which the cell is ended.
+        whole_product: parity: every combination of split, form, budget, aggregation and options, not only every pair.
+        fixed_tokens: planning: what one more micro-batch costs, as the linear work of so many tokens.
+        planners: planning: the others that take part (``suites.baselines.planners``); empty means all.
     """
 
     suite: str
@@ -91,7 +94,7 @@ class Cell(Strict):
     lengths_file: LengthsFile | None = None
     layout: Layout = Layout()
     model: Sizes
-    role: Literal["actor", "critic"] = "actor"
+    role: Literal["actor", "critic", "reward"] = "actor"
     rows: PositiveInt = 16
     scale: PositiveFloat = 1.0
     max_tokens: PositiveInt | None = None
@@ -101,11 +104,17 @@ class Cell(Strict):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     seed: int = 0
     time_limit: PositiveFloat = 300.0
+    whole_product: bool = False
+    fixed_tokens: float = Field(default=0.0, ge=0)
+    planners: list[str] = []
 
     @property
     def id(self) -> str:
         """Short name, unique within a matrix, e.g. ``throughput/rl-code-16k-cap/dp2/actor``."""
-        return "/".join((self.suite, self.workload, str(self.layout.parallel()).replace(" ", "-"), self.role))
+        what: str = self.role
+        if self.suite in ("packing", "planning"):  # they know no role, and are weighed at many sizes
+            what = f"{self.rows}-rows" + (f"-fixed-{self.fixed_tokens:g}" if self.fixed_tokens else "")
+        return "/".join((self.suite, self.workload, str(self.layout.parallel()).replace(" ", "-"), what))
 
     def draw(self) -> lengths.LengthSample:
         """The lengths of this cell's rows, already scaled."""
@@ -119,12 +128,16 @@ class Cell(Strict):
 
 
 class SuiteTable(Strict):
-    """One ``[[suite]]`` of a matrix: the axes whose product gives its cells, and settings other than the defaults."""
+    """One ``[[suite]]`` of a matrix: the axes whose product gives its cells, and settings other than the defaults.
+
+    ``rows`` is an axis where it is given, else a setting.
+    """
 
     name: str
     workloads: tuple[str, ...] = Field(min_length=1)
     layouts: tuple[Layout, ...] = (Layout(),)
-    roles: tuple[Literal["actor", "critic"], ...] = ("actor",)
+    roles: tuple[Literal["actor", "critic", "reward"], ...] = ("actor",)
+    rows: tuple[PositiveInt, ...] = ()
     settings: dict[str, Any] = {}
 
 
@@ -143,12 +156,13 @@ class Matrix(Strict):
         for table in self.suite:
             workloads = table.workloads if lengths_file is None else (Path(lengths_file.path).stem,)
             settings = {"model": self.model, **self.defaults, **table.settings}
-            for workload, layout, role in itertools.product(workloads, table.layouts, table.roles):
-                axes = {"workload": workload, "lengths_file": lengths_file, "layout": layout, "role": role}
+            sizes: list[dict[str, Any]] = [{"rows": rows} for rows in table.rows] or [{}]
+            for workload, layout, role, size in itertools.product(workloads, table.layouts, table.roles, sizes):
+                axes = {"workload": workload, "lengths_file": lengths_file, "layout": layout, "role": role, **size}
                 for key in settings.keys() & {"suite", *axes}:
                     raise InputError(
                         f"matrix {self.name}, suite {table.name}: setting {key!r} belongs to an axis: use name, "
-                        f"workloads, layouts or roles of the [[suite]] table"
+                        f"workloads, layouts, roles or rows of the [[suite]] table"
                     )
                 cell = Cell(suite=table.name, **axes, **settings)
                 if cell.id in cells and lengths_file is not None:

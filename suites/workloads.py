@@ -19,8 +19,8 @@ def make_batch(sample: LengthSample, vocab: int, seed: int, *, holes: float = 0.
 
     Returns:
         ``input_ids``, ``attention_mask``, ``position_ids`` [B, P + R]; ``responses``, ``response_mask``,
-        ``old_log_probs``, ``advantages``, ``values``, ``returns`` [B, R]; all on the host. The old log-probabilities
-        are about those of a fresh model, so that the ratios of a first step are near 1.
+        ``old_log_probs``, ``ref_log_prob``, ``rollout_log_probs``, ``advantages``, ``values``, ``returns`` [B, R]; all
+        on the host. The log-probabilities are about those of a fresh model, so that a first step's ratios are near 1.
     """
     prompts, responses = torch.as_tensor(sample.prompts.copy()), torch.as_tensor(sample.responses.copy())
     prompt_width, response_width = int(prompts.max()), int(responses.max())
@@ -45,6 +45,8 @@ def make_batch(sample: LengthSample, vocab: int, seed: int, *, holes: float = 0.
         "advantages": normal(),
         "values": normal(),
         "returns": normal(),
+        "ref_log_prob": normal(-float(np.log(vocab)), 0.1),
+        "rollout_log_probs": normal(-float(np.log(vocab)), 0.1),
     }
 
 

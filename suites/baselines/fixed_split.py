@@ -24,7 +24,13 @@ Batch = dict[str, torch.Tensor]
 
 
 def forward_backward(
-    batch: Batch, role: str, models: list[torch.nn.Module], micro_batch_size: int, *, multiple_of: int = 1
+    batch: Batch,
+    role: str,
+    models: list[torch.nn.Module],
+    micro_batch_size: int,
+    *,
+    multiple_of: int = 1,
+    temperature: float = 1.0,
 ) -> list[float]:
     """Gradients of the mean of micro-batch means; returns the loss of each micro-batch on the last stage.
 
@@ -43,7 +49,7 @@ def forward_backward(
             yield {name: value[start : start + micro_batch_size] for name, value in batch.items()}
 
     losses = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, role, multiple_of),
+        forward_step_func=partial(_forward_step, role, multiple_of, temperature),
         data_iterator=[micro_batches() for _ in models] if len(models) > 1 else micro_batches(),
         model=models if len(models) > 1 else models[0],
         num_microbatches=count,
@@ -66,12 +72,14 @@ def step(
     return sum(losses) / len(losses) if losses else 0.0
 
 
-def _forward_step(role: str, multiple_of: int, micro_batches: Iterator[Batch], model: torch.nn.Module):
+def _forward_step(
+    role: str, multiple_of: int, temperature: float, micro_batches: Iterator[Batch], model: torch.nn.Module
+):
     batch = {name: value.to(torch.cuda.current_device()) for name, value in next(micro_batches).items()}
     ids, lengths = _remove_left_padding(batch["input_ids"], batch["attention_mask"].bool(), multiple_of)
     positions = torch.arange(ids.size(1), device=ids.device).expand_as(ids)
     output = model(ids, positions, None)
-    return output, partial(_loss, role, batch, ids, lengths)
+    return output, partial(_loss, role, temperature, batch, ids, lengths)
 
 
 def _remove_left_padding(ids: torch.Tensor, mask: torch.Tensor, multiple: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,11 +92,11 @@ def _remove_left_padding(ids: torch.Tensor, mask: torch.Tensor, multiple: int) -
     return moved, lengths
 
 
-def _loss(role: str, batch: Batch, ids: torch.Tensor, lengths: torch.Tensor, output: torch.Tensor):
+def _loss(role: str, temperature: float, batch: Batch, ids: torch.Tensor, lengths: torch.Tensor, output: torch.Tensor):
     if role == "actor":
         # The token after each position; what stands behind the end of a row is never selected below.
         labels = ids.roll(-1, dims=1)
-        at_positions = -vocab_parallel_cross_entropy(output.float(), labels)
+        at_positions = -vocab_parallel_cross_entropy(output.float() / temperature, labels)
     else:
         at_positions = output.squeeze(-1).float()
     mask = batch["response_mask"]

@@ -32,8 +32,8 @@ class Row:
     """One rollout: prompt ids [P], response ids [R], and per response token what the losses need, each [R].
 
     ``mask`` may have holes (tool output, say). Optional fields are needed by the step that reads them: old_log_probs
-    and advantages (and ref_log_probs for the KL loss) by the actor, values and returns by the critic.
-    Lists are converted.
+    and advantages by the actor (ref_log_probs for the KL loss, rollout_log_probs for truncated importance sampling),
+    values and returns by the critic. Lists are converted.
     """
 
     prompt: Tensor
@@ -42,6 +42,7 @@ class Row:
     old_log_probs: Tensor | None = None
     advantages: Tensor | None = None
     ref_log_probs: Tensor | None = None
+    rollout_log_probs: Tensor | None = None
     values: Tensor | None = None
     returns: Tensor | None = None
 
@@ -49,7 +50,7 @@ class Row:
         self.prompt = torch.as_tensor(self.prompt, dtype=torch.long)
         self.response = torch.as_tensor(self.response, dtype=torch.long)
         self.mask = torch.as_tensor(self.mask) != 0
-        for name in ("mask", "old_log_probs", "advantages", "ref_log_probs", "values", "returns"):
+        for name in ("mask", "old_log_probs", "advantages", "ref_log_probs", "rollout_log_probs", "values", "returns"):
             field = getattr(self, name)
             if field is None:
                 continue
@@ -110,6 +111,8 @@ class ActorSettings(AggregationSettings):
         calculate_entropy: report the entropy although its weight is 0.
         use_kl_loss, kl_loss_coef, kl_loss_type: the KL loss to the reference policy; k1, k2 or k3.
         temperature: logits are divided by it before log-probabilities and entropy.
+        importance_cap: the policy loss of each token is multiplied by min(exp(old - rollout), importance_cap), with the
+            log-probabilities of the engine that sampled it (truncated importance sampling); None leaves it out.
     """
 
     clip_ratio: float = 0.2
@@ -122,6 +125,7 @@ class ActorSettings(AggregationSettings):
     kl_loss_coef: float = 0.001
     kl_loss_type: str = "k3"
     temperature: float = 1.0
+    importance_cap: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

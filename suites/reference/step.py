@@ -69,6 +69,9 @@ def actor_step(
         loss, clipped, dual_clipped, drift = policy_token_losses(
             valid_log_prob, row.valid_field("old_log_probs"), row.valid_field("advantages"), settings
         )
+        if settings.importance_cap is not None:
+            log_weight = row.valid_field("old_log_probs") - row.valid_field("rollout_log_probs")
+            loss = loss * torch.exp(torch.clamp(log_weight, -20, 20)).clamp(max=settings.importance_cap)
         policy_losses.append(loss)
         clip_active.append(clipped)
         dual_clip_active.append(dual_clipped)
@@ -86,6 +89,7 @@ def actor_step(
         "actor/pg_clipfrac": _token_mean(clip_active),
         "actor/pg_clipfrac_lower": _token_mean(dual_clip_active),
         "actor/ppo_kl": _token_mean(old_minus_new),
+        "actor/ratio_max": _greatest_ratio(old_minus_new),
     }
     if with_entropy:
         entropy_loss = aggregate(valid_entropies, settings)
@@ -95,6 +99,7 @@ def actor_step(
         kl_loss = aggregate(kl_losses, settings)
         total = total + settings.kl_loss_coef * kl_loss
         metrics["actor/kl_loss"] = kl_loss.item()
+        metrics["actor/kl_coef"] = settings.kl_loss_coef
     grads = _gradients(total, leaves)
     return JudgeResult(
         loss=total.item(),
@@ -165,6 +170,12 @@ def _token_mean(rows: Sequence[Tensor]) -> float:
     """Mean over the tokens of all rows; 0 if there is none."""
     tokens = _joined(rows)
     return float(tokens.sum() / max(len(tokens), 1))
+
+
+def _greatest_ratio(old_minus_new: Sequence[Tensor]) -> float:
+    """The greatest exp(new - old) over all valid tokens; 1 when there is none."""
+    drifts = _joined(old_minus_new)
+    return math.exp(-drifts.min().item()) if len(drifts) else 1.0
 
 
 def global_grad_norm(grads: Iterable[Tensor]) -> float:

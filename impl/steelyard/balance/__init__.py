@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from steelyard.balance.microbatch import plan_micro_batches, plan_step
-from steelyard.balance.plan import MicroBatchPlan, PlanSummary, StepSummary, summarize_step
+from steelyard.balance.plan import MicroBatchPlan, PlanSummary, StepSummary, digest_of, summarize_step
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -12,6 +12,7 @@ __all__ = [
     "MicroBatchPlan",
     "PlanSummary",
     "StepSummary",
+    "digest_of",
     "plan_micro_batches",
     "plan_step",
     "summarize_step",
@@ -19,8 +20,8 @@ __all__ = [
 ]
 
 
-def verify_digest(plan: MicroBatchPlan, group: "ProcessGroup") -> None:
-    """Raise ``PlanMismatch`` on every rank of ``group`` unless all hold the same plan (one collective)."""
+def verify_digest(plan: MicroBatchPlan | str, *groups: "ProcessGroup") -> None:
+    """Raise ``PlanMismatch`` on every peer unless all hold the same plan, or digest (one collective per group)."""
     from steelyard.balance import agreement  # torch is needed only where ranks talk
 
-    agreement.verify_digest(plan, group)
+    agreement.verify_digest(plan, *groups)

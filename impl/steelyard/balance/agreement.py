@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from steelyard import host_reads
 from steelyard.balance.microbatch import Packed, check_fill, pack_items, plan_packed
 from steelyard.balance.plan import MicroBatchPlan
 from steelyard.balance.request import Batch, Cost, Settings, read_batch
@@ -38,7 +39,8 @@ class _Report:
 def gather(value: Any, group: ProcessGroup) -> list[Any]:
     """``value`` of every rank of ``group``; the one collective of this module."""
     values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    with host_reads.allowed("ranks agree on the plan before the first micro-batch"):
+        dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -104,18 +106,22 @@ def _raise_first_error(reports: list[_Report]) -> None:
         raise PlanError("lengths is empty on every rank: there is no sequence to plan")
 
 
-def verify_digest(plan: MicroBatchPlan, group: ProcessGroup) -> None:
-    """Raise ``PlanMismatch`` on every rank of ``group`` unless all hold the same plan (one collective).
+def verify_digest(plan: MicroBatchPlan | str, *groups: ProcessGroup) -> None:
+    """Raise ``PlanMismatch`` on every peer unless all hold the same plan, or digest (one collective per group).
 
-    Call it over the model-parallel group (tensor, context and pipeline peers) before the first micro-batch.
+    Call it over the model-parallel peers (tensor, context and pipeline) before the first micro-batch.
+
+    Args:
+        groups: whose product are the peers, such as the tensor-and-pipeline group and the context-parallel group: what
+            one exchange found goes into the next, so that all peers know of a difference anywhere, and none waits.
     """
-    facts = gather((plan.digest, len(plan.indices)), group)
-    if all(one == facts[0] for one in facts):
+    held = [plan if isinstance(plan, str) else plan.digest]
+    for group in groups:
+        held = [digest for found in gather(held, group) for digest in found]
+    if len(set(held)) <= 1:
         return
-    held = ", ".join(
-        f"rank {rank}: {digest[:12]} ({count} micro-batches)" for rank, (digest, count) in enumerate(facts)
-    )
+    shown = ", ".join(f"{digest[:12]} on {held.count(digest)}" for digest in dict.fromkeys(held))
     raise PlanMismatch(
-        f"model-parallel peers hold different plans ({held}): plan from the same lengths, in the same order, "
-        f"with the same settings on each of them"
+        f"model-parallel peers hold different plans ({shown} of {len(held)} peers): plan from the same lengths, in the "
+        f"same order, with the same settings on each of them"
     )

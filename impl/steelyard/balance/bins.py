@@ -1,15 +1,20 @@
 """Bin packing within a token cap: best-fit-decreasing, then repacking of a few bins at a time. Pure functions.
 
+Bins that are forced (``reduction.py``) are left alone.
+
 ``pack`` never needs more bins than best-fit-decreasing, keeps the cap, and puts every item in exactly one bin.
 """
 
 from __future__ import annotations
 
+import heapq
 import random
 from bisect import bisect_left, insort
 
 import numpy as np
 from numpy.typing import NDArray
+
+from steelyard.balance.reduction import forced_bins
 
 Ints = NDArray[np.int64]
 Bins = list[list[int]]  # positions of items
@@ -28,7 +33,16 @@ def pack(tokens: Ints, cap: int, *, target: int = 0, budget: int = 20_000) -> Bi
         budget: evaluations (one item offered to one subset sum) that repacking may spend.
     """
     bins = best_fit_decreasing(tokens, cap)
-    return bins if len(bins) <= target else _repack(bins, tokens, cap, max(target, 1), budget)
+    if len(bins) <= target:
+        return bins
+    forced, rest = forced_bins(tokens, cap)
+    if forced:
+        left = [rest[one].tolist() for one in best_fit_decreasing(tokens[rest], cap)]
+        if len(forced) + len(left) > len(bins):
+            forced, left = [], bins
+    else:
+        left = bins
+    return forced + _repack(left, tokens, cap, max(target - len(forced), 1), budget)
 
 
 def best_fit_decreasing(tokens: Ints, cap: int) -> Bins:
@@ -62,30 +76,32 @@ def _repack(bins: Bins, tokens: Ints, cap: int, target: int, budget: int) -> Bin
     steps, room = [-(-size // step) for size in sizes], cap // step  # rounded up: what fits in steps fits in tokens
     bins = [sorted(one, key=lambda item: (-sizes[item], item)) for one in bins]
     fill = [sum(sizes[item] for item in one) for one in bins]
-    emptiest, turn = -1, 0
+    emptiest = list(zip(fill, range(len(bins)), strict=True))  # a heap; entries of bins that changed are left in it
+    heapq.heapify(emptiest)
+    turn = 0
     while len(bins) > target and budget > 0 and len(bins) > 1:
         turn += 1
-        if emptiest < 0:
-            emptiest = fill.index(min(fill))
-            budget -= len(fill) // 64
-        chosen = {emptiest if turn % 2 else int(draw() * len(bins))}
+        while emptiest[0][1] >= len(bins) or fill[emptiest[0][1]] != emptiest[0][0]:
+            heapq.heappop(emptiest)
+        chosen = {emptiest[0][1] if turn % 2 else int(draw() * len(bins))}
         wanted = min(3 + int(draw() * 3), len(bins))
         while len(chosen) < wanted:
             chosen.add(int(draw() * len(bins)))
         places = sorted(chosen)
         renewed, spent = _refill([bins[at] for at in places], steps, room)
         budget -= spent
-        squares = sum(fill[at] ** 2 for at in places)
-        filled = [sum(sizes[item] for item in one) for one in renewed]
-        if len(renewed) > len(places) or sum(one * one for one in filled) < squares:
+        filled = [sum([sizes[item] for item in one]) for one in renewed]
+        if len(renewed) > len(places) or sum([one * one for one in filled]) < sum([fill[at] ** 2 for at in places]):
             continue
-        for at in reversed(places):
+        for at, one, tokens_in in zip(places, renewed, filled, strict=False):
+            bins[at], fill[at] = one, tokens_in
+            heapq.heappush(emptiest, (tokens_in, at))
+        for at in reversed(places[len(renewed) :]):
             bins[at], fill[at] = bins[-1], fill[-1]
             bins.pop()
             fill.pop()
-        bins += renewed
-        fill += filled
-        emptiest = -1
+            if at < len(bins):
+                heapq.heappush(emptiest, (fill[at], at))
     return bins
 
 

@@ -1,7 +1,7 @@
 """Proven lower bounds of the number of bins. Pure functions of numpy.
 
 ``count_lower_bound`` never exceeds the number of bins of any packing that keeps the cap. It is the greatest of three
-bounds:
+bounds, for all items and for those that ``reduction.py`` leaves, on top of the bins that are forced:
 
 - all tokens over the cap;
 - L2 of Martello and Toth (Knapsack Problems, 1990, section 8.3). For a threshold a: items above ``cap - a`` share a
@@ -17,6 +17,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from steelyard.balance.reduction import forced_bins
+
 Ints = NDArray[np.int64]
 
 DEEPEST = 20  # u_k for k up to this; larger k look at items so small that the sum of tokens decides
@@ -29,6 +31,11 @@ def count_lower_bound(tokens: Ints, cap: int) -> int:
         tokens: [items] each between 1 and ``cap``, with a sum below 2**62.
         cap: tokens per bin.
     """
+    forced, rest = forced_bins(tokens, cap)
+    return max(_bound(tokens, cap), len(forced) + _bound(tokens[rest], cap)) if forced else _bound(tokens, cap)
+
+
+def _bound(tokens: Ints, cap: int) -> int:
     if len(tokens) == 0:
         return 0
     ascending = np.sort(tokens)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.balance.bins import Bins
+from steelyard.balance.partition import bin_sums
 from steelyard.pipeline.schedule import Pipeline
 from steelyard.pipeline.simulate import makespans, program, slopes
 
@@ -49,8 +50,8 @@ class Step:
     @classmethod
     def of(cls, hands: list[Bins], items: Items, pipeline: Pipeline) -> Step:
         """Weigh and simulate micro-batches of items."""
-        work = np.array([[items.fixed + items.sum(items.work, one) for one in hand] for hand in hands], np.int64)
-        tokens = np.array([[items.sum(items.tokens, one) for one in hand] for hand in hands], np.int64)
+        work = np.array([bin_sums(hand, items.work) for hand in hands]) + items.fixed
+        tokens = np.array([bin_sums(hand, items.tokens) for hand in hands])
         return cls(hands, work, tokens, makespans(work.astype(np.float64), pipeline))
 
 

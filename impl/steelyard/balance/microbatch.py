@@ -15,6 +15,7 @@ Invariants, each with a test of its own:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -228,14 +229,14 @@ def _ordered(bins: Bins, batch: Batch, settings: Settings) -> Bins:
 
 def make_plan(batch: Batch, settings: Settings, bins: Bins, bound: int) -> MicroBatchPlan:
     """Write the micro-batches of one rank, items in execution order, down as rows."""
-    rows = [sorted(row for item in one for row in batch.items[item]) for one in bins]
-    held = sorted(row for one in rows for row in one)
+    rows = [sorted(itertools.chain.from_iterable([batch.items[item] for item in one])) for one in bins]
+    held = sorted(itertools.chain.from_iterable(rows))
     return MicroBatchPlan(
         indices=rows,
         rows=held,
         lengths=batch.lengths[held].tolist(),
-        tokens=[int(batch.lengths[one].sum()) if one else 0 for one in rows],
-        work=[batch.micro_batch_work(one) for one in rows],
+        tokens=bin_sums(rows, batch.lengths).tolist(),
+        work=batch.micro_batch_works(rows),
         max_tokens=settings.max_tokens,
         lower_bound=bound,
         pipeline=settings.pipeline,

@@ -75,7 +75,7 @@ def level(
     starts = [bins for bins in (_greedy(tokens, work, cap, base), _difference(tokens, work, cap, base)) if bins]
     if not starts:
         packed = best_fit_decreasing(tokens, cap) if packed is None else packed
-        starts = [_spread(packed, work, base)]
+        starts = [spread(packed, work, base)]
     refined = [refine(bins, tokens, work, cap, base, budget // len(starts)) for bins in starts]
     highest = [int(bin_sums(bins, work, base).max()) for bins in refined]
     return refined[highest.index(min(highest))]
@@ -195,11 +195,12 @@ def _repaired(bins: Bins, tokens: Ints, work: Ints, cap: int, base: Ints) -> Bin
     return bins if all(bins) or len(tokens) < len(bins) else None
 
 
-def _spread(packed: Bins, work: Ints, base: Ints) -> Bins:
+def spread(packed: Bins, work: Ints, base: Ints) -> Bins:
     """Raise a packing to ``len(base)`` bins by splitting the heaviest; the heaviest bin gets the lowest base."""
     count = len(base)
     bins = [list(one) for one in packed]
-    heap = [(-int(work[one].sum()), at) for at, one in enumerate(bins) if len(one) > 1]
+    loads = bin_sums(bins, work).tolist()
+    heap = [(-loads[at], at) for at, one in enumerate(bins) if len(one) > 1]
     heapq.heapify(heap)
     while len(bins) < count and heap:
         _, at = heapq.heappop(heap)
@@ -211,9 +212,9 @@ def _spread(packed: Bins, work: Ints, base: Ints) -> Bins:
             sums[side] += int(work[item])
         bins[at] = halves[0]
         bins.append(halves[1])
-        for place, half in zip((at, len(bins) - 1), halves, strict=True):
+        for place, half, load in zip((at, len(bins) - 1), halves, sums, strict=True):
             if len(half) > 1:
-                heapq.heappush(heap, (-int(work[half].sum()), place))
+                heapq.heappush(heap, (-load, place))
     bins += [[] for _ in range(count - len(bins))]
     heavy_first = np.argsort(-bin_sums(bins, work), kind="stable").tolist()
     placed: Bins = [[] for _ in range(count)]
@@ -324,19 +325,15 @@ def _even(hands: Bins, work: Ints, kind: Ints, rounds: int = 256) -> Bins:
     """Exchange bins of one kind between the heaviest and a light hand while that lowers the heavier of the two."""
     sums = bin_sums(hands, work)
     good_enough = -(-int(sums.sum()) // len(hands)) * (1 + 2**-13)
+    keys = _keys(work, kind)
     for _ in range(rounds):
         top = int(np.argmax(sums))
         if sums[top] <= good_enough:
             break
         found = (int(sums[top]), -1, -1, -1)
         for other in np.argsort(sums, kind="stable")[:4].tolist():
-            mine, theirs = np.array(hands[top]), np.array(hands[other])
-            delta = work[mine][:, None] - work[theirs]
-            after = np.maximum(sums[top] - delta, sums[other] + delta)
-            after[(kind[mine][:, None] != kind[theirs]) | (delta <= 0)] = sums[top]
-            at = int(np.argmin(after))
-            if other != top and after.flat[at] < found[0]:
-                found = (int(after.flat[at]), other, *divmod(at, after.shape[1]))
+            if other != top:
+                found = min(found, _best_swap(hands, sums, work, kind, keys, top, other))
         _, other, row, column = found
         if other < 0:
             break
@@ -345,3 +342,35 @@ def _even(hands: Bins, work: Ints, kind: Ints, rounds: int = 256) -> Bins:
         sums[top] -= delta
         sums[other] += delta
     return hands
+
+
+def _keys(work: Ints, kind: Ints) -> tuple[Ints, Ints, int]:
+    """Keys by which bins of one kind stand together, by work; the key of no work; the bits that the keys leave out."""
+    room = 61 - int(kind.max(initial=0) + 1).bit_length()
+    shift = max(0, int(work.max(initial=0)).bit_length() + 1 - room)
+    least = kind << room
+    return least + (work >> shift), least, shift
+
+
+def _best_swap(
+    hands: Bins, sums: Ints, work: Ints, kind: Ints, keys: tuple[Ints, Ints, int], top: int, other: int
+) -> tuple[int, int, int, int]:
+    """The swap of two bins that leaves the lowest pair of hands: (higher sum, other, place in top, place in other).
+
+    Half the gap is the best that a swap can move. So of the other hand's bins only the two around "mine less half the
+    gap" matter for each of mine.
+    """
+    mine, theirs = np.array(hands[top]), np.array(hands[other])
+    key, least, shift = keys
+    theirs_order = np.argsort(key[theirs], kind="stable")
+    wanted = np.maximum(key[mine] - (int(sums[top] - sums[other]) // 2 >> shift), least[mine])
+    above = np.searchsorted(key[theirs][theirs_order], wanted)
+    rows = np.tile(np.arange(len(mine)), 2)
+    columns = theirs_order[np.clip(np.concatenate((above - 1, above)), 0, len(theirs) - 1)]
+    delta = work[mine[rows]] - work[theirs[columns]]
+    after = np.maximum(sums[top] - delta, sums[other] + delta)
+    after[(kind[mine[rows]] != kind[theirs[columns]]) | (delta <= 0)] = sums[top]
+    at = int(np.argmin(after))
+    if after[at] >= sums[top]:
+        return int(sums[top]), -1, -1, -1
+    return int(after[at]), other, int(rows[at]), int(columns[at])

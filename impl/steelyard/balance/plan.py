@@ -59,6 +59,11 @@ class PlanSummary:
         )
 
 
+def digest_of(*facts: Any) -> str:
+    """SHA-256 over whole numbers and lists of them: equal for equal facts in any process on any machine."""
+    return hashlib.sha256(json.dumps(facts, separators=(",", ":")).encode()).hexdigest()
+
+
 @dataclass(frozen=True)
 class MicroBatchPlan:
     """The micro-batches of one data-parallel rank.
@@ -91,8 +96,7 @@ class MicroBatchPlan:
     @cached_property
     def digest(self) -> str:
         """SHA-256 over rows, tokens, order and cap: equal for equal plans in any process on any machine."""
-        facts = [self.max_tokens, self.indices, self.rows, self.lengths]
-        return hashlib.sha256(json.dumps(facts, separators=(",", ":")).encode()).hexdigest()
+        return digest_of(self.max_tokens, self.indices, self.rows, self.lengths)
 
     @cached_property
     def positions(self) -> list[list[int]]:

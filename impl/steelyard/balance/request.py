@@ -94,12 +94,13 @@ class Batch:
     row_work: Floats
     cost: Cost
 
-    def micro_batch_work(self, rows: list[int]) -> float:
-        """Work of a micro-batch of these rows in the unit of ``cost``; a filler costs the fixed part."""
-        if not rows:
-            return self.fixed * self.quantum
+    def micro_batch_works(self, bins: list[list[int]]) -> list[float]:
+        """Work of micro-batches of these rows in the unit of ``cost``; a filler costs the fixed part."""
         whole = getattr(self.cost, "micro_batch", None)
-        return math.fsum(self.row_work[rows]) if whole is None else float(whole(self.lengths[rows]))
+        if whole is not None:
+            return [float(whole(self.lengths[rows])) if rows else self.fixed * self.quantum for rows in bins]
+        work = self.row_work.tolist()
+        return [math.fsum([work[row] for row in rows]) for rows in bins]
 
 
 def read_batch(

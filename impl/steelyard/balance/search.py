@@ -1,12 +1,14 @@
 """Count, contents and order of micro-batches for a pipeline, chosen together by predicted makespan.
 
-Three steps, each within a budget that counts evaluations:
+Four steps, each within a budget that counts evaluations:
 
 1. for every count worth a look, the profiles of ``pipeline.profile`` are scaled to the work at hand, and the most
    promising pairs of count and profile are kept;
-2. for each of those the items are levelled onto the profile (``partition.level`` with a start for every place), dealt
-   to the ranks place by place, and simulated, beside level work on the least count in its best order;
-3. the best is improved by moves (``improve.py``).
+2. for each of those the items are levelled onto the profile (``partition.level`` with a start for every place) and
+   dealt to the ranks place by place;
+3. beside them stand level work in its best order, on the least count and on the most promising ones, and the packing
+   as it is, on every count: where a few items are heavy, no profile can be had;
+4. all are simulated, and the best is improved by moves (``improve.py``).
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from steelyard.balance import partition
 from steelyard.balance.bins import Bins
 from steelyard.balance.improve import Items, Step, improve
 from steelyard.balance.request import Batch, Settings
-from steelyard.pipeline.order import best_order
+from steelyard.pipeline.order import best_order, both_ends
 from steelyard.pipeline.profile import profiles
 from steelyard.pipeline.schedule import Pipeline, legal_count
+from steelyard.pipeline.simulate import makespans
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -30,6 +33,7 @@ Floats = NDArray[np.float64]
 MORE = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # micro-batches beyond the least count that are looked at
 TRIED = 4  # pairs of count and profile that are levelled and simulated, in batches of up to ``ROWS``; fewer beyond
 ROWS = 4_096
+FLAT = 3  # counts that are levelled without a profile
 PAIRS = 400_000  # pairs of items offered to levelling
 PASSES = 400_000  # simulated passes that moves may cost a step
 
@@ -47,17 +51,29 @@ def arrange(batch: Batch, settings: Settings, ranks: int, least: int, packed: Bi
     assert settings.pipeline is not None
     pipeline = replace(settings.pipeline, p2p=settings.pipeline.p2p / batch.quantum)
     items = Items(batch.work, batch.tokens, settings.cap, batch.fixed)
-    tried = [Step.of(_flat(batch, settings, pipeline, ranks, least, packed), items, pipeline)]
-    if len(batch.items) > least * ranks:
-        totals = Totals.of(batch, settings.cap, ranks, batch.quantum)
-        counts = [least] if exact else _counts(settings, least, len(batch.items) // ranks)
-        tries = max(1, min(TRIED, TRIED * ROWS // len(batch.items)))
-        for sizes in _promising(totals, pipeline, counts, tries):
-            tried.append(Step.of(_shaped(batch, settings, ranks, sizes, packed), items, pipeline))
-    times = [float(one.times.max()) for one in tried]
-    best = tried[times.index(min(times))]
+    counts = [least] if exact else _counts(settings, least, len(batch.items) // ranks)
+    if len(batch.items) <= least * ranks:
+        starts = [_flat(batch, settings, pipeline, ranks, least, packed)]
+    else:
+        starts = _starts(batch, settings, pipeline, ranks, counts, packed)
+        starts += [_as_packed(batch, settings, ranks, count, packed) for count in counts]
+    tried = [Step.of(hands, items, pipeline) for hands in starts]
+    best = min(tried, key=lambda one: float(one.times.max()))
     improve(best, items, pipeline, PASSES)
     return best.hands
+
+
+def _starts(
+    batch: Batch, settings: Settings, pipeline: Pipeline, ranks: int, counts: list[int], packed: Bins
+) -> list[list[Bins]]:
+    """Level work on the least count and on the most promising other ones, and the most promising profiles."""
+    totals = Totals.of(batch, settings.cap, ranks, batch.quantum)
+    promising = _promising(totals, pipeline, counts, max(1, min(TRIED, TRIED * ROWS // len(batch.items))))
+    flat = list(dict.fromkeys([counts[0], *map(len, promising)]))[:FLAT]
+    return [
+        *(_flat(batch, settings, pipeline, ranks, count, packed) for count in flat),
+        *(_shaped(batch, settings, ranks, sizes, packed) for sizes in promising),
+    ]
 
 
 @dataclass(frozen=True)
@@ -145,13 +161,29 @@ def _mean(totals: Totals, count: int) -> float:
 
 
 def _flat(batch: Batch, settings: Settings, pipeline: Pipeline, ranks: int, count: int, packed: Bins) -> list[Bins]:
-    """Level work on ``count`` micro-batches, in the best order of what comes out."""
+    """Level work on ``count`` micro-batches. The best order for the heaviest rank serves all of them, as their
+    micro-batches are much alike; a rank that it does not serve well gets the one that is small at both ends.
+    """
     bins = level_items(batch, settings, count * ranks, packed)
-    hands = []
-    for hand in partition.deal(partition.bin_sums(bins, batch.work), ranks):
-        sizes = (partition.bin_sums([bins[at] for at in hand], batch.work) + batch.fixed).astype(np.float64)
-        hands.append([bins[hand[at]] for at in best_order(sizes, pipeline, budget=0)])
-    return hands
+    work = (partition.bin_sums(bins, batch.work) + batch.fixed).astype(np.float64)
+    hands = np.array(partition.deal(partition.bin_sums(bins, batch.work), ranks))
+    hands = np.take_along_axis(hands, np.argsort(work[hands], axis=1, kind="stable"), axis=1)  # lightest first
+    heaviest = work[hands[int(np.argmax(work[hands].sum(axis=1)))]]
+    orders = np.array([best_order(heaviest, pipeline, budget=0), both_ends(np.arange(count))])
+    times = makespans(work[hands[:, orders]].reshape(-1, count), pipeline).reshape(ranks, 2)
+    return [[bins[at] for at in hand[orders[int(np.argmin(time))]]] for hand, time in zip(hands, times, strict=True)]
+
+
+def _as_packed(batch: Batch, settings: Settings, ranks: int, count: int, packed: Bins) -> list[Bins]:
+    """What packing made, the heaviest split, small at both ends. Where some items are far heavier than the mean
+    micro-batch, work cannot be level; full micro-batches of light items between them are better than level ones.
+    """
+    alone = np.flatnonzero(batch.tokens > settings.cap).tolist()
+    rest = np.flatnonzero(batch.tokens <= settings.cap).tolist()
+    whole = [[item] for item in alone] + [[rest[item] for item in one] for one in packed]
+    bins = partition.spread(whole, batch.work, np.zeros(count * ranks, np.int64))
+    work = partition.bin_sums(bins, batch.work)
+    return [[bins[hand[at]] for at in both_ends(work[hand])] for hand in partition.deal(work, ranks)]
 
 
 def _shaped(batch: Batch, settings: Settings, ranks: int, sizes: Floats, packed: Bins) -> list[Bins]:
@@ -184,6 +216,7 @@ def level_items(
         tokens, work = batch.tokens[rest], batch.work[rest]
         base = None if start is None else start[shared]
         levelled = partition.level(tokens, work, settings.cap, len(shared), packed=packed, start=base, budget=budget)
+        names = rest.tolist()
         for slot, one in zip(shared.tolist(), levelled, strict=True):
-            bins[slot] = rest[one].tolist()
+            bins[slot] = [names[item] for item in one] if len(alone) else one
     return bins

@@ -4,8 +4,8 @@ from steelyard.step.batch import RolloutBatch
 from steelyard.step.engine import StepSettings, forward_backward_batch
 from steelyard.step.losses import Aggregation
 from steelyard.step.metrics import reduce_metrics
-from steelyard.step.roles import ActorRole, CriticRole, Role
-from steelyard.step.workers import Actor, Critic
+from steelyard.step.roles import ActorRole, CriticRole, RewardRole, Role
+from steelyard.step.workers import Actor, Critic, Reward
 
 __all__ = [
     "Actor",
@@ -13,6 +13,8 @@ __all__ = [
     "Aggregation",
     "Critic",
     "CriticRole",
+    "Reward",
+    "RewardRole",
     "Role",
     "RolloutBatch",
     "StepSettings",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -98,7 +98,7 @@ class RolloutBatch:
     def response_width(self) -> int:
         return self.response_mask.size(1)
 
-    def select(self, rows: Sequence[int]) -> RolloutBatch:
+    def select(self, rows: Sequence[int] | np.ndarray) -> RolloutBatch:
         """The named rows, in that order."""
         index = np.asarray(rows, dtype=np.int64)
         take = torch.from_numpy(index).to(self.input_ids.device)
@@ -161,6 +161,7 @@ def make_micro_batch(
     batch: RolloutBatch,
     rows: Sequence[int],
     weights: torch.Tensor,
+    denominator: torch.Tensor,
     fields: Sequence[str],
     *,
     device: torch.device | str,
@@ -168,18 +169,21 @@ def make_micro_batch(
     tp: int = 1,
     cp: int = 1,
     cp_rank: int = 0,
+    place: Literal["before", "at"] = "before",
 ) -> MicroBatch:
     """Cut the named rows out of a batch and move them to the device.
 
     Args:
         batch: where the rows are.
         rows: their indices; none makes a filler, which computes a few padding tokens and scores nothing.
-        weights: [B, R] share of each token in the aggregated loss.
+        weights: [B, R] weight of each token in the aggregated loss, beside the batch.
+        denominator: scalar on the device that the weights are divided by.
         fields: names of the fields that the role needs.
         device: where the model is.
         packed: one sequence of tokens (THD), or rows padded to the longest of them (BSHD).
         tp: tensor-parallel size when sequence parallelism splits the tokens, else 1.
         cp, cp_rank: context-parallel size and rank; only the tokens that this rank computes are in the micro-batch.
+        place: a response token is scored at the position before it, or at its own.
     """
     part = batch.select(rows)
     split = batch.input_ids.size(1) - batch.response_width
@@ -190,26 +194,30 @@ def make_micro_batch(
         lengths, starts, source = np.array([1]), np.array([0]), source.new_zeros((1, batch.input_ids.size(1)))
     layout = PackedLayout.of(lengths, starts=starts, tp=tp, cp=cp, cp_rank=cp_rank)
 
-    row, column = _scored_tokens(part)
-    before = part.prompts[row] + column - 1
+    row, column = _scored_tokens(part, place)
+    position = part.prompts[row] + column - (place == "before")
     if packed:
         ids = pack(source, layout).unsqueeze(0)
-        scored = layout.to_local(layout.cu_seqlens_padded[row] + before)
+        scored = layout.to_local(layout.cu_seqlens_padded[row] + position)
         mine = scored >= 0
         row, column, scored = row[mine], column[mine], scored[mine]
         params = layout.packed_seq_params(device)
         positions = params.positions.unsqueeze(0)
     else:
         ids = compact(source, layout, layout.max_seqlen)
-        scored = row * layout.max_seqlen + before
+        scored = row * layout.max_seqlen + position
         params = None
         positions = torch.arange(layout.max_seqlen, device=device).expand(ids.shape)
 
-    place = torch.from_numpy(row * batch.response_width + column).to(source.device)
+    places = torch.from_numpy(row * batch.response_width + column).to(source.device)
     label_index = torch.from_numpy(row * batch.input_ids.size(1) + split + column).to(source.device)
 
     def at_places(block: torch.Tensor) -> torch.Tensor:
-        return block.flatten().index_select(0, place).to(device, non_blocking=True)
+        return block.flatten().index_select(0, places)
+
+    mask = at_places(part.response_mask)
+    # Whatever stands at tokens that do not count, it must not reach a product with zero.
+    values = {name: at_places(part.fields[name]).masked_fill(mask == 0, 0.0) for name in fields}
 
     return MicroBatch(
         input_ids=ids.to(device, non_blocking=True),
@@ -217,18 +225,18 @@ def make_micro_batch(
         packed_seq_params=params,
         scored=torch.from_numpy(scored).to(device, non_blocking=True),
         labels=part.input_ids.flatten().index_select(0, label_index).to(device, non_blocking=True),
-        mask=at_places(part.response_mask),
-        weights=at_places(weights[torch.as_tensor(rows, dtype=torch.long)]),
-        fields={name: at_places(part.fields[name]) for name in fields},
-        places=place.to(device, non_blocking=True),
+        mask=mask.to(device, non_blocking=True),
+        weights=at_places(weights[torch.as_tensor(rows, dtype=torch.long)]).to(device, non_blocking=True) / denominator,
+        fields={name: value.to(device, non_blocking=True) for name, value in values.items()},
+        places=places.to(device, non_blocking=True),
         shape=(len(rows), batch.response_width),
         computed_tokens=ids.numel(),
     )
 
 
-def _scored_tokens(part: RolloutBatch) -> tuple[np.ndarray, np.ndarray]:
-    """([N] row, [N] response column) of every response token that has a token before it."""
-    first = (part.prompts == 0).astype(np.int64)
+def _scored_tokens(part: RolloutBatch, place: str) -> tuple[np.ndarray, np.ndarray]:
+    """([N] row, [N] response column) of every response token; scored before it, only those that have a token there."""
+    first = ((part.prompts == 0) & (place == "before")).astype(np.int64)
     counts = np.maximum(part.responses - first, 0)
     row = np.repeat(np.arange(part.prompts.size), counts)
     column = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + first[row]

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from steelyard.balance import MicroBatchPlan, plan_micro_batches
+from steelyard.balance import MicroBatchPlan, digest_of, plan_micro_batches, verify_digest
 from steelyard.errors import InputError, PlanError
 from steelyard.parallel import ParallelLayout
 from steelyard.pipeline import Pipeline, legal_count
@@ -38,6 +38,7 @@ class StepSettings:
         packed: pack the rows of a micro-batch into one sequence (THD) instead of padding them to the longest (BSHD).
         layout: the parallel layout that megatron-core was initialised with.
         cost: work of sequences, for balancing (a ``SequenceCost``, or any callable from lengths to work).
+        counted_loss: give megatron-core's schedule a token count with each loss (its 3-tuple); the result is the same.
     """
 
     micro_batch_size: int | None = None
@@ -45,6 +46,7 @@ class StepSettings:
     packed: bool = True
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     cost: Callable[[Sequence[int]], Any] | None = None
+    counted_loss: bool = False
 
     def __post_init__(self) -> None:
         if (self.micro_batch_size is None) == (self.max_tokens is None):
@@ -144,40 +146,43 @@ def forward_backward_batch(
     Returns:
         ``indices``, the rows of each micro-batch in execution order, and ``output``, one dictionary per micro-batch on
         the last pipeline stage (an empty list on the others). Forward only, it holds the role's output as [b, R], zero
-        where no token is scored; otherwise ``sums``, for ``reduce_metrics``. Nothing in it carries a graph.
+        where no token is scored; otherwise ``sums`` and ``maxima``, for ``reduce_metrics``. Nothing carries a graph.
 
     Raises:
         BatchError: a field that the role needs is missing.
-        PlanError: no legal micro-batches.
+        PlanError: no legal micro-batches, or model-parallel peers hold different ones.
     """
     rollouts = batch if isinstance(batch, RolloutBatch) else RolloutBatch.of(batch)
+    layout, device = settings.layout, torch.device(torch.cuda.current_device())
     needed = () if forward_only else role.inputs
     rollouts.require(needed)
     if isinstance(indices, MicroBatchPlan):
         indices = indices.positions
     chosen = [list(part) for part in (plan(rollouts, settings) if indices is None else indices)]
-    weights = torch.zeros_like(rollouts.response_mask) if forward_only else _weights(rollouts, role)
+    _compare_with_peers(chosen, rollouts, layout)
+    weights = role.aggregation.weights(rollouts.response_mask)
+    denominator = role.aggregation.denominator(_global_totals(rollouts)).float()
 
-    device = torch.device(torch.cuda.current_device())
-
-    def micro_batches() -> Iterator[MicroBatch]:
-        for rows in chosen:
-            yield make_micro_batch(
-                rollouts,
-                rows,
-                weights,
-                needed,
-                device=device,
-                packed=settings.packed,
-                tp=settings.tokens_split_over_tp,
-                cp=settings.layout.cp,
-                cp_rank=parallel_state.get_context_parallel_rank(),
+    def micro_batches() -> Iterator[tuple[int, MicroBatch]]:
+        for number, rows in enumerate(chosen):
+            yield (
+                number,
+                make_micro_batch(
+                    rollouts,
+                    rows,
+                    weights,
+                    denominator,
+                    needed,
+                    device=device,
+                    packed=settings.packed,
+                    tp=settings.tokens_split_over_tp,
+                    cp=layout.cp,
+                    cp_rank=parallel_state.get_context_parallel_rank(),
+                    place=role.place,
+                ),
             )
 
-    # megatron-core multiplies the loss by cp, divides it by the count, and DDP averages over dp*cp ranks: undo what is
-    # not ours, since the weights already hold the global normaliser.
-    scale = len(chosen) * settings.layout.dp
-    finish = partial(_outputs, role) if forward_only else partial(_loss, role, scale)
+    finish = partial(_outputs, role) if forward_only else partial(_loss, role, _loss_scale(models, settings, chosen))
     output = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, finish),
         data_iterator=[micro_batches() for _ in models] if len(models) > 1 else micro_batches(),
@@ -191,33 +196,76 @@ def forward_backward_batch(
     return {"output": output, "indices": chosen}
 
 
-def _weights(batch: RolloutBatch, role: Role) -> torch.Tensor:
-    """[B, R] share of each token in the loss; normalisers span all data-parallel ranks and are never read back."""
+def _compare_with_peers(chosen: list[list[int]], batch: RolloutBatch, layout: ParallelLayout) -> None:
+    """Raise ``PlanMismatch`` on every rank unless all ranks of this copy of the model hold the same micro-batches."""
+    if layout.model_ranks > 1:
+        groups = (parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group())
+        verify_digest(digest_of(chosen, batch.lengths.tolist()), *groups)
+
+
+def _global_totals(batch: RolloutBatch) -> torch.Tensor:
+    """[2] tokens in the mask and rows with one, over all data-parallel ranks; on the device, never read back."""
     totals = mask_totals(batch.response_mask).to(torch.cuda.current_device(), non_blocking=True)
     dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
-    return role.aggregation.weights(batch.response_mask, totals)
+    return totals
+
+
+@dataclass(frozen=True)
+class _LossScale:
+    """What undoes megatron-core's scaling of the loss, which already holds its global normaliser.
+
+    Three ways lead through the schedule and DDP (M micro-batches of this rank):
+    - a loss alone is multiplied by cp and divided by M, and DDP averages gradients over the dp·cp ranks;
+    - a loss with a token count is divided by the count and by M, and DDP averages;
+    - with ``calculate_per_token_loss``, neither happens, and the gradient is divided by the counts of all micro-batches
+      and dp·cp ranks. The first micro-batch of each rank counts 1, the others 0, so that the sum is known.
+    """
+
+    factor: float
+    counted: bool
+
+    def __call__(self, number: int, loss: torch.Tensor, kept: dict[str, Any]) -> tuple:
+        if not self.counted:
+            return loss * self.factor, kept
+        return loss * self.factor, torch.tensor(int(number == 0), dtype=torch.int, device=loss.device), kept
+
+
+def _loss_scale(models: list[DistributedDataParallel], settings: StepSettings, chosen: list[list[int]]) -> _LossScale:
+    layout = settings.layout
+    if models[0].config.calculate_per_token_loss:
+        return _LossScale(layout.dp * layout.cp, counted=True)
+    if settings.counted_loss:
+        return _LossScale(len(chosen) * layout.dp * layout.cp, counted=True)
+    return _LossScale(len(chosen) * layout.dp, counted=False)
 
 
 def _forward_step(
-    finish: Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, dict]],
-    micro_batches: Iterator[MicroBatch],
-    model: torch.nn.Module,
+    finish: Callable[[int, MicroBatch, torch.Tensor], tuple],
+    micro_batches: Iterator[tuple[int, MicroBatch]],
+    model: DistributedDataParallel,
 ) -> tuple[torch.Tensor, Callable]:
-    part = next(micro_batches)
-    output = model(part.input_ids, part.position_ids, None, packed_seq_params=part.packed_seq_params)
-    return output, partial(finish, part)
+    number, part = next(micro_batches)
+    # megatron-core's half-precision wrapper would make a float32 copy of the logits; roles convert what they use.
+    half = {"fp32_output": False} if model.config.bf16 or model.config.fp16 else {}
+    output = model(part.input_ids, part.position_ids, None, packed_seq_params=part.packed_seq_params, **half)
+    return output, partial(finish, number, part)
 
 
-def _outputs(role: Role, part: MicroBatch, model_output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    output = part.spread(role.output(model_output, part).detach())
-    if parallel_state.get_context_parallel_world_size() > 1:
-        # Every rank scored its own tokens; the others' places are zero.
-        dist.all_reduce(output, group=parallel_state.get_context_parallel_group())
-    return output.new_zeros(()), {role.output_name: output, "computed_tokens": part.computed_tokens}
+def _outputs(role: Role, number: int, part: MicroBatch, model_output: torch.Tensor) -> tuple:
+    kept: dict[str, Any] = {"computed_tokens": part.computed_tokens}
+    for name, scored in role.output(model_output, part).items():
+        kept[name] = part.spread(scored.detach())
+        if parallel_state.get_context_parallel_world_size() > 1:
+            # Every rank scored its own tokens; the others' places are zero.
+            dist.all_reduce(kept[name], group=parallel_state.get_context_parallel_group())
+    return model_output.new_zeros(()), kept
 
 
-def _loss(
-    role: Role, scale: float, part: MicroBatch, model_output: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    loss, sums = role.loss(role.output(model_output, part), part)
-    return loss * scale, {"sums": sums, "computed_tokens": part.computed_tokens}
+def _loss(role: Role, scale: _LossScale, number: int, part: MicroBatch, model_output: torch.Tensor) -> tuple:
+    loss, totals = role.loss(role.output(model_output, part), part)
+    # One small tensor of each kind is all that stays of a micro-batch.
+    kept = {
+        "sums": torch.stack([totals[name] for name in role.sums]),
+        "maxima": torch.stack([totals[name] for name in role.maxima]) if role.maxima else loss.new_zeros(0).double(),
+    }
+    return scale(number, loss, {**kept, "computed_tokens": part.computed_tokens})

@@ -19,6 +19,9 @@ AggregationMode = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
 
+KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl")
+KlEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
+
 
 @dataclass(frozen=True)
 class Aggregation:
@@ -41,26 +44,26 @@ class Aggregation:
         if self.mode not in AGGREGATIONS:
             raise InputError(f"aggregation mode {self.mode!r} is unknown: use one of {', '.join(AGGREGATIONS)}")
 
-    def weights(self, mask: torch.Tensor, totals: torch.Tensor) -> torch.Tensor:
-        """[B, R] weight of every token of this rank's rows.
+    def weights(self, mask: torch.Tensor) -> torch.Tensor:
+        """[B, R] weight of every token of this rank's rows, before the division by ``denominator``."""
+        if self.mode == "seq-mean-token-mean":
+            return mask / mask.sum(1, keepdim=True).clamp(min=1.0)
+        if self.mode == "seq-mean-token-sum-norm":
+            return mask / (self.scale_factor or max(mask.size(1), 1))
+        return mask
+
+    def denominator(self, totals: torch.Tensor) -> torch.Tensor:
+        """What the weighted sum over all tokens of the mini-batch is divided by (scalar, where ``totals`` is).
 
         Args:
-            mask: [B, R] response mask of this rank's rows.
-            totals: [2] tokens in the mask and rows with such a token, over all data-parallel ranks (see
-                ``mask_totals``).
+            totals: [2] tokens in the mask and rows with such a token, over all data-parallel ranks (``mask_totals``).
         """
-        tokens, rows = totals.to(mask.device, mask.dtype).clamp(min=1.0)
-        if self.global_batch_size is not None:
-            rows = mask.new_tensor(float(self.global_batch_size))
+        tokens, rows = totals.clamp(min=1.0)
         if self.mode == "token-mean":
-            return mask / tokens
+            return tokens
         if self.mode == "token-sum":
-            return mask
-        if self.mode == "seq-mean-token-sum":
-            return mask / rows
-        if self.mode == "seq-mean-token-mean":
-            return mask / (mask.sum(1, keepdim=True).clamp(min=1.0) * rows)
-        return mask / (rows * (self.scale_factor or mask.size(1)))
+            return torch.ones_like(tokens)
+        return rows if self.global_batch_size is None else torch.full_like(rows, self.global_batch_size)
 
 
 def mask_totals(mask: torch.Tensor) -> torch.Tensor:
@@ -106,3 +109,18 @@ def clipped_value_loss(
     held = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
     plain, clipped = (values - returns).square(), (held - returns).square()
     return 0.5 * torch.maximum(plain, clipped), {"clipped": clipped > plain}
+
+
+def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
+    """An estimate of the KL divergence to the reference policy at each token [N] (Schulman, "Approximating KL", 2020).
+
+    With d = reference - policy: k1 is -d, k2 is d²/2, k3 (low_var_kl) is exp(d) - d - 1. As in verl, d is held within
+    ±20 and the last within ±10.
+    """
+    difference = ref_log_probs - log_probs
+    if estimator == "k1":
+        return -difference
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    difference = difference.clamp(-20.0, 20.0)
+    return (difference.exp() - difference - 1.0).clamp(-10.0, 10.0)

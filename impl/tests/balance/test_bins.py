@@ -10,6 +10,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from steelyard.balance.bins import best_fit_decreasing, pack
 from steelyard.balance.bounds import count_lower_bound
+from steelyard.balance.reduction import forced_bins
 
 
 @st.composite
@@ -85,6 +86,34 @@ def test_count_is_the_exact_optimum_and_the_bound_is_true_on_small_cases(seed: i
 )
 def test_bound_sees_more_than_the_sum_of_tokens(tokens: list[int], cap: int, bound: int) -> None:
     assert count_lower_bound(np.array(tokens, np.int64), cap) == bound
+
+
+@settings(max_examples=200, deadline=None)
+@given(packings())
+def test_forced_bins_and_what_they_leave_are_all_items_within_the_cap(packing: tuple[np.ndarray, int]) -> None:
+    tokens, cap = packing
+    forced, left = forced_bins(tokens, cap)
+    assert sorted([item for one in forced for item in one] + left.tolist()) == list(range(len(tokens)))
+    assert all(1 <= len(one) <= 2 and tokens[one].sum() <= cap for one in forced)
+    assert left.tolist() == sorted(left.tolist())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_optimal_packing_contains_the_forced_bins(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    cap = int(draw.integers(20, 60))
+    tokens = np.concatenate((draw.integers(cap // 2, cap + 1, 5), draw.integers(cap // 8 + 1, cap // 2, 6)))
+    forced, left = forced_bins(tokens, cap)
+    rest = fewest(tokens[left], cap) if len(left) else 0
+    assert len(forced) + rest == fewest(tokens, cap)
+
+
+def test_the_reduction_proves_more_than_the_sum_of_tokens_and_the_other_bounds() -> None:
+    # 21 leaves room for one of 6 and 4, and may as well get 6; 17 for one of 11 and 4, and may as well get 11.
+    tokens = np.array([21, 17, 4, 6, 11], np.int64)
+    forced, left = forced_bins(tokens, 30)
+    assert (forced, left.tolist()) == ([[0, 3], [1, 4], [2]], [])
+    assert count_lower_bound(tokens, 30) == 3
 
 
 def test_bound_is_right_for_numbers_near_the_end_of_64_bits() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.balance.bins import best_fit_decreasing, pack
-from steelyard.balance.partition import _greedy, bin_sums, deal, level, quantise
+from steelyard.balance.partition import _best_swap, _greedy, _keys, bin_sums, deal, level, quantise
 
 
 @st.composite
@@ -110,3 +110,22 @@ def test_deal_evens_the_ranks_out() -> None:
     work = np.random.default_rng(0).integers(100, 1000, 64).astype(np.int64)
     sums = bin_sums(deal(work, 4), work)
     assert sums.max() <= sums.mean() * 1.001
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_best_swap_between_two_hands_is_found(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    kinds, each, most = int(draw.integers(1, 4)), int(draw.integers(1, 6)), 2 ** int(draw.integers(3, 50))
+    kind = np.repeat(np.arange(kinds), 2 * each)
+    work = draw.integers(0, most, len(kind))
+    hands = [[at for at in range(len(kind)) if at % 2 == side] for side in (0, 1)]
+    sums = bin_sums(hands, work)
+    top, other = int(np.argmax(sums)), int(np.argmin(sums))
+    swaps = [
+        max(sums[top] - (work[mine] - work[theirs]), sums[other] + (work[mine] - work[theirs]))
+        for mine in hands[top]
+        for theirs in hands[other]
+        if kind[mine] == kind[theirs] and work[mine] > work[theirs]
+    ]
+    lowest = min([int(sums[top]), *map(int, swaps)])
+    assert _best_swap(hands, sums, work, kind, _keys(work, kind), top, other)[0] == lowest

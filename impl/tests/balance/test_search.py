@@ -120,6 +120,16 @@ def test_moves_lower_the_makespan_and_keep_items_cap_and_count(pipeline: Pipelin
     assert all(one for hand in step.hands for one in hand)
 
 
+def test_where_a_few_rows_are_heavy_full_micro_batches_are_kept_as_they_were_packed() -> None:
+    """Heavy rows stand out of any level plan; then short rows must not be spread thin over all micro-batches."""
+    pipeline = Pipeline(4)
+    for seed in range(3):
+        lengths = workload("mooncake-conversation").draw(512, seed).totals
+        cap = -(-int(lengths.max()) // 256) * 256
+        ours = step_time(plan_step(lengths, cap, 4, pipeline=pipeline), pipeline)
+        assert ours < 0.97 * packed_then_ordered(lengths, cap, pipeline, None)
+
+
 def test_no_budget_means_no_moves() -> None:
     pipeline = Pipeline(2)
     batch = read_batch([5, 9, 3, 8], Settings(20), None, None)

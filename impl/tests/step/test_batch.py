@@ -24,7 +24,7 @@ def tensors(prompts=PROMPTS, responses=RESPONSES):
 
 def cut(batch, rows, **settings):
     weights = torch.ones_like(batch.response_mask)
-    return make_micro_batch(batch, rows, weights, ["advantages"], device="cpu", **settings)
+    return make_micro_batch(batch, rows, weights, torch.ones(()), ["advantages"], device="cpu", **settings)
 
 
 def test_lengths_come_from_the_attention_mask():

@@ -41,6 +41,41 @@ def test_ddp_overrides_arrive_and_do_not_change_the_gradient(torchrun):
     torchrun("ddp_does_what_was_asked", 2, "2")
 
 
+@pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 1), (2, 2)])
+def test_every_path_of_the_loss_through_the_schedule_gives_the_same_gradient(torchrun, dp, cp):
+    torchrun("scales_the_loss_alike_on_every_path", dp * cp, str(dp), str(cp))
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_peak_memory_of_a_step_does_not_grow_with_the_number_of_micro_batches(torchrun, role):
+    torchrun("does_not_grow_with_the_count", 1, role)
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_masked_rows_ranks_and_mini_batches_are_finite_and_exact(torchrun, role):
+    torchrun("survives_masks", 4, role)
+
+
+def test_ppo_epochs_take_one_step_per_mini_batch(torchrun):
+    torchrun("trains_in_mini_batches", 2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("dp=2", "tp=2"), ("tp=2", "pp=2,vpp=2"), ("pp=2", "cp=2"), ("dp=2,cp=2", "tp=2,pp=2")]
+)
+def test_importance_ratios_are_one_whatever_plan_and_layout_gave_the_old_log_probabilities(torchrun, first, second):
+    world = 4 if "," in first else 2
+    torchrun("has_ratio_one", world, first, second)
+
+
+def test_a_model_parallel_peer_with_other_micro_batches_is_found_before_any_work(torchrun):
+    torchrun("finds_a_peer_with_other_micro_batches", 4)
+
+
+def test_scores_stand_at_the_last_token_of_each_row(torchrun):
+    torchrun("scores_at_the_last_token", 1)
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
@@ -53,3 +88,9 @@ def test_ddp_overrides_arrive_and_do_not_change_the_gradient(torchrun):
 def test_contradictory_settings_are_refused(settings, text):
     with pytest.raises(InputError, match=text):
         StepSettings(**settings)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_the_host_waits_for_the_device_once_in_a_step(torchrun, where, stages):
+    torchrun("reads_once_in_a_step", stages, where)

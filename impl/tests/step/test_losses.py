@@ -4,10 +4,22 @@ import pytest
 import torch
 
 from steelyard.errors import InputError
-from steelyard.step.losses import AGGREGATIONS, Aggregation, clipped_policy_loss, clipped_value_loss, mask_totals
+from steelyard.step.losses import (
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    Aggregation,
+    clipped_policy_loss,
+    clipped_value_loss,
+    kl_penalty,
+    mask_totals,
+)
 
 MASK = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
 LOSS = torch.tensor([[1.0, 2.0, 6.0, 9.0], [5.0, 9.0, 9.0, 9.0], [9.0, 9.0, 9.0, 9.0]])
+
+
+def aggregate(aggregation, mask, loss, totals):
+    return float((aggregation.weights(mask) * loss).sum() / aggregation.denominator(totals))
 
 
 @pytest.mark.parametrize(
@@ -24,16 +36,14 @@ LOSS = torch.tensor([[1.0, 2.0, 6.0, 9.0], [5.0, 9.0, 9.0, 9.0], [9.0, 9.0, 9.0,
     ],
 )
 def test_aggregation_by_hand(settings, expected):
-    weights = Aggregation(**settings).weights(MASK, mask_totals(MASK))
-    assert float((weights * LOSS).sum()) == pytest.approx(expected)
+    assert aggregate(Aggregation(**settings), MASK, LOSS, mask_totals(MASK)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_the_loss_does_not_know_the_split(mode):
     aggregation, totals = Aggregation(mode), mask_totals(MASK)
-    whole = (aggregation.weights(MASK, totals) * LOSS).sum()
-    parts = sum((aggregation.weights(MASK[rows], totals) * LOSS[rows]).sum() for rows in ([0], [1, 2]))
-    assert float(parts) == pytest.approx(float(whole))
+    parts = sum(aggregate(aggregation, MASK[rows], LOSS[rows], totals) for rows in ([0], [1, 2]))
+    assert parts == pytest.approx(aggregate(aggregation, MASK, LOSS, totals))
 
 
 def test_uneven_micro_batches_give_the_mean_over_tokens():
@@ -42,14 +52,13 @@ def test_uneven_micro_batches_give_the_mean_over_tokens():
     mask[0, :100] = 1
     mask[1] = 1
     loss = torch.tensor([[1.0], [3.0]]).expand(2, 900)
-    weights = Aggregation().weights(mask, mask_totals(mask))
-    assert float((weights * loss).sum()) == pytest.approx(2.8, rel=1e-6)
+    assert aggregate(Aggregation(), mask, loss, mask_totals(mask)) == pytest.approx(2.8, rel=1e-6)
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_nothing_in_the_mask_is_a_loss_of_zero(mode):
     empty = torch.zeros(2, 3)
-    assert torch.equal(Aggregation(mode).weights(empty, mask_totals(empty)), empty)
+    assert aggregate(Aggregation(mode), empty, torch.ones(2, 3), mask_totals(empty)) == 0.0
 
 
 def test_an_unknown_mode_is_refused():
@@ -82,3 +91,15 @@ def test_value_loss_by_hand():
     # not moved; held at 1.5, whose error is larger; held at 1.5, but the error of 3 is larger.
     assert loss.tolist() == pytest.approx([0.5, 0.5 * 1.5**2, 0.5 * 9])
     assert counts["clipped"].tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_kl_estimators_by_hand_and_unbiased_or_positive(estimator):
+    policy, reference = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -1.0, -0.5])
+    expected = {
+        "k1": [0.5, -1.0, 0.0],
+        "k2": [0.125, 0.5, 0.0],
+        "k3": [0.6065307 + 0.5 - 1, 2.7182818 - 1 - 1, 0.0],
+    }
+    found = kl_penalty(policy, reference, estimator)
+    assert found.tolist() == pytest.approx(expected["k3" if estimator == "low_var_kl" else estimator], abs=1e-6)
