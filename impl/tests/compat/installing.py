@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils
 
 import steelyard.compat.verl as compat
+from steelyard.compat.verl.models.mcore import util as packing
 from steelyard.compat.verl.utils import seqlen_balancing as ours
 from steelyard.errors import InputError
 
@@ -120,6 +121,21 @@ def verls_own_engine_plans_with_steelyard():
     assert len(engine.prepare_micro_batches(batch)[1]) == 3
 
 
+def verls_own_models_pack_with_steelyard():
+    util, forward = (importlib.import_module(f"verl.models.mcore.{name}") for name in ("util", "model_forward"))
+    replay = importlib.import_module("verl.utils.megatron.router_replay_utils")
+    originals = {name: vars(util)[name] for name in packing.__all__}
+    compat.install()
+    for name in packing.__all__:
+        assert vars(util)[name].__wrapped__ is vars(packing)[name], name
+    for module in (forward, replay):
+        assert module.preprocess_thd_engine is util.preprocess_thd_engine
+        assert module.postprocess_packed_seqs is util.postprocess_packed_seqs
+    compat.uninstall()
+    assert all(vars(util)[name] is original for name, original in originals.items())
+    assert forward.preprocess_thd_engine is replay.preprocess_thd_engine is originals["preprocess_thd_engine"]
+
+
 def stand_ins_travel_by_name():
     compat.install()
     sent = pickle.dumps(theirs.rearrange_micro_batches)
@@ -147,12 +163,22 @@ def a_changed_verl_is_refused():
         assert "holds roundup_divisible(a, b=1) where" in text, text
     finally:
         theirs.roundup_divisible = kept
+    util = importlib.import_module("verl.models.mcore.util")
+    kept = util.postprocess_bshd_engine
+    try:
+        util.postprocess_bshd_engine = lambda output, attention_mask, post_process=True, *, lengths=None: output
+        text = refusal()
+        assert "post_process=True, lengths=None) where verl 0.9.1 has" in text, text
+        assert "postprocess_bshd_engine(output, attention_mask, post_process=True): this verl was changed" in text, text
+    finally:
+        util.postprocess_bshd_engine = kept
 
 
 SCENARIOS = (
     every_name_is_replaced_and_given_back,
     installing_twice_is_installing_once,
     verls_own_engine_plans_with_steelyard,
+    verls_own_models_pack_with_steelyard,
     stand_ins_travel_by_name,
     another_version_is_refused,
     a_changed_verl_is_refused,

@@ -42,6 +42,7 @@ def raised() -> dict[str, str]:
         "installing_twice_is_installing_once",
         "a_reloaded_module_can_be_installed_again",
         "verls_own_engine_plans_with_steelyard",
+        "verls_own_models_pack_with_steelyard",
         "stand_ins_travel_by_name",
         "another_version_is_refused",
         "a_changed_verl_is_refused",
@@ -52,7 +53,7 @@ def test_installing(raised: dict[str, str], scenario: str) -> None:
 
 
 def test_every_scenario_is_looked_at(raised: dict[str, str]) -> None:
-    assert len(raised) == 7
+    assert len(raised) == 8
 
 
 def test_verls_environment_variable_installs() -> None:

@@ -24,7 +24,7 @@ Function = Callable[..., Any]
 
 KNOWN_VERSIONS = ("0.9.1",)  # whose behaviour the differential tests compare with
 # Paths below both ``verl`` and this package; the ``__all__`` of the module here says which names are replaced.
-MODULES = ("utils.seqlen_balancing",)
+MODULES = ("utils.seqlen_balancing", "models.mcore.util")
 
 _in_place: dict[tuple[str, str], tuple[Function, Function]] = {}  # (module of verl, name) -> (verl's, stand-in)
 
@@ -80,10 +80,11 @@ def _pairs(path: str) -> list[tuple[tuple[str, str], Function, Function]]:
         if place in _in_place and current is _in_place[place][1]:
             continue
         function = getattr(ours, name)
-        if current is None or _arguments(current) != _arguments(function):
-            found = "nothing" if current is None else f"{name}({_shown(current)})"
+        wanted = _mirrored(function)
+        if current is None or _arguments(_parameters(current)) != _arguments(wanted):
+            found = "nothing" if current is None else f"{name}({_shown(_parameters(current))})"
             raise InputError(
-                f"{theirs.__name__} holds {found} where verl {KNOWN_VERSIONS[-1]} has {name}({_shown(function)}): this "
+                f"{theirs.__name__} holds {found} where verl {KNOWN_VERSIONS[-1]} has {name}({_shown(wanted)}): this "
                 f"verl was changed, so steelyard.compat.verl leaves it alone"
             )
         # A module of verl that was reloaded holds its own function again: the stand-in that others took stays in use.
@@ -92,13 +93,20 @@ def _pairs(path: str) -> list[tuple[tuple[str, str], Function, Function]]:
     return pairs
 
 
-def _arguments(function: Function) -> list[tuple[str, Any, Any]]:
-    parameters = inspect.signature(function).parameters.values()
+def _parameters(function: Function) -> list[inspect.Parameter]:
+    return list(inspect.signature(function).parameters.values())
+
+
+def _mirrored(function: Function) -> list[inspect.Parameter]:
+    """The parameters that verl's function has too: our own additions are keyword-only, and optional."""
+    return [one for one in _parameters(function) if one.kind is not one.KEYWORD_ONLY]
+
+
+def _arguments(parameters: list[inspect.Parameter]) -> list[tuple[str, Any, Any]]:
     return [(one.name, one.kind, one.default) for one in parameters]
 
 
-def _shown(function: Function) -> str:
-    parameters = inspect.signature(function).parameters.values()
+def _shown(parameters: list[inspect.Parameter]) -> str:
     return ", ".join(str(one.replace(annotation=inspect.Parameter.empty)) for one in parameters)
 
 
