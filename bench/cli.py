@@ -163,6 +163,8 @@ def _conclude(folder: Path, as_json: bool) -> Summary:
                 "cells": summary.counts,
                 "throughput": [row for _, row in summary.throughput],
                 "parity": [row for _, row in summary.parity],
+                "planning": [row for _, row in summary.planning],
+                "packing": [row for _, row in summary.packing],
                 "problems": {cell.id: cell.reason for cell in summary.cells if cell.status != "passed"},
             }
         )

@@ -99,6 +99,7 @@ class SeriesRecord(_Line):
     values: tuple[float, ...] = Field(min_length=1)
     source: Source
     limit: float | None = None
+    variant: str = ""
     notes: dict[str, Any] = {}
 
     @property

@@ -14,7 +14,7 @@ from bench.environment import capture
 from bench.record import OutcomeRecord, RecordWriter, SeriesRecord
 from steelyard.errors import InputError
 from steelyard.hints import did_you_mean
-from suites import SUITES, matrix
+from suites import ON_ONE_DEVICE, SUITES, WITHOUT_RANKS, matrix
 from suites.launch.local import RanksFailed
 from suites.matrix import Cell, LengthsFile
 from suites.measure import Series
@@ -53,10 +53,15 @@ def choose_cells(
 
 
 def device_of(cell: Cell, device: Device | None) -> Device:
-    """Where the ranks of ``cell`` will run when ``device`` is asked for; None means CUDA if there are enough GPUs."""
+    """Where the ranks of ``cell`` will run when ``device`` is asked for; None means CUDA if there are enough GPUs.
+
+    What starts no ranks is computed on the CPU.
+    """
+    if cell.suite in WITHOUT_RANKS:
+        return "cpu"
     from steelyard.model.host import pick_device
 
-    return pick_device(device, world=cell.layout.parallel().world).type
+    return pick_device(device, world=1 if cell.suite in ON_ONE_DEVICE else cell.layout.parallel().world).type
 
 
 def run_cells(
@@ -123,7 +128,7 @@ def _check_pairs(measured: Sequence[Series]) -> None:
     counts: dict[str, dict[str, int]] = {}
     for one in measured:
         if one.side != "both":
-            counts.setdefault(one.metric, {})[one.side] = len(one.values)
+            counts.setdefault(one.metric, {})[f"{one.side} {one.variant}".strip()] = len(one.values)
     for metric, sides in counts.items():
         if len(set(sides.values())) > 1:
             raise ValueError(f"the suite returned {metric} in unequal numbers: {sides}")

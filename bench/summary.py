@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from bench.packing import Packing
 from bench.record import OutcomeRecord, SeriesRecord, Status
+from bench.scoreboard import Scoreboard
 from bench.stats import Ratio, median, ratio_of_medians
 from suites.measure import Side, Source
 
@@ -33,9 +35,9 @@ class CellRecords:
 
     @property
     def label(self) -> tuple[str, str, str]:
-        """Workload, parallel layout and role, as tables and plots show them."""
-        workload, layout, role = self.id.split("/")[1:]
-        return workload, "1 rank" if layout == "1" else layout, role
+        """Workload, parallel layout, and role (or rows, where plans are weighed), as tables and plots show them."""
+        workload, layout, what = self.id.split("/")[1:]
+        return workload, "1 rank" if layout == "1" else layout, what.replace("-", " ")
 
     @property
     def status(self) -> Status:
@@ -185,6 +187,22 @@ class Summary:
         ]
 
     @property
+    def planning(self) -> list[tuple[CellRecords, Scoreboard]]:
+        return [
+            (cell, Scoreboard.of(cell))
+            for cell in self.cells
+            if cell.suite == "planning" or cell.find("micro_batch_bound")
+        ]
+
+    @property
+    def packing(self) -> list[tuple[CellRecords, Packing]]:
+        return [
+            (cell, Packing.of(cell))
+            for cell in self.cells
+            if cell.suite == "packing" or cell.find("packing_ms", "optimised")
+        ]
+
+    @property
     def counts(self) -> dict[Status, int]:
         counts = Counter(cell.status for cell in self.cells)
         return {status: counts[status] for status in ("passed", "failed", "not_run")}
@@ -217,6 +235,13 @@ class Summary:
             # Not-a-number must win, which max() alone would not see to.
             error, limit = max(errors, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])
             text += f"; worst parity error {error_text(error)}" + (f" (limit {limit:.0e})" if limit is not None else "")
+        plans = [row.time_ratio for _, row in self.planning if row.time_ratio is not None]
+        if plans:
+            text += f"; predicted time of the plans at worst {max(plans):.3f} of the best other planner's"
+        packing = [row.ratio.value for _, row in self.packing if row.ratio]
+        if packing:
+            low, high = f"{min(packing):.1f}", f"{max(packing):.1f}"
+            text += f"; packing is {low if low == high else f'{low} to {high}'} times as fast as with host reads"
         return text
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bench.packing import METRICS as PACKING_METRICS
+from bench.packing import Packing
+from bench.scoreboard import PlannerScore, Scoreboard
 from bench.stats import Ratio, median
 from bench.summary import CellRecords, Parity, Summary, Throughput, error_text
 
@@ -13,7 +16,20 @@ if TYPE_CHECKING:
 
 NONE = "-"
 # These metrics stand in tables of their own.
-SHOWN_ELSEWHERE = {"tokens_per_second", "computed_tokens", "micro_batches", "parity_max_error"}
+SHOWN_ELSEWHERE = {
+    "tokens_per_second",
+    "computed_tokens",
+    "micro_batches",
+    "parity_max_error",
+    "micro_batch_bound",
+    "share_over_cap",
+    "rank_imbalance",
+    "time_over_ideal",
+    "planning_ms",
+    "count_above_best_other",
+    "time_over_best_other",
+    *PACKING_METRICS,
+}
 
 
 @dataclass(frozen=True)
@@ -54,7 +70,13 @@ class Table:
 
 def main_tables(summary: Summary) -> list[Table]:
     """The tables that a person wants to see first, those with rows."""
-    return [table for make in (throughput_table, parity_table, problem_table) if (table := make(summary)).rows]
+    makers = (throughput_table, parity_table, planning_table, packing_table, problem_table)
+    return [table for make in makers if (table := make(summary)).rows]
+
+
+def side_tables(summary: Summary) -> list[Table]:
+    """The tables of a report that are too long for a terminal, those with rows."""
+    return [table for make in (planner_table, other_table) if (table := make(summary)).rows]
 
 
 def throughput_table(summary: Summary) -> Table:
@@ -128,6 +150,143 @@ def _parity_texts(row: Parity) -> tuple[str, ...]:
     )
 
 
+def planning_table(summary: Summary) -> Table:
+    return Table(
+        title="Planning scoreboard: Steelyard's planner against the best of the others",
+        caption=(
+            "Means over the draws. bound: what no plan within the cap goes below. best other: of the planners that "
+            "keep the cap in every draw, the one with the fewest micro-batches, and the one with the least time. time: "
+            "predicted, slowest rank over ideal. worst ratio: Steelyard's time over the least of the others that keep "
+            "the cap, in the worst draw. ms: planning time on one core, measured, median over the draws; slowest draw "
+            "in brackets."
+        ),
+        columns=(
+            "cell",
+            "bound",
+            "micro-\nbatches",
+            "best other",
+            "time",
+            "best other",
+            "worst\nratio",
+            "Steelyard\nms",
+            "N4\nms",
+        ),
+        left=1,
+        rows=tuple(
+            Row(_planning_texts(cell, board), cell.lines, bad=cell.status != "passed")
+            for cell, board in summary.planning
+        ),
+    )
+
+
+def _planning_texts(cell: CellRecords, board: Scoreboard) -> tuple[str, ...]:
+    workload, layout, rows = cell.label
+    ours, fewest = board.ours, board.best_other("count")
+    fastest = board.best_other("time") if board.stages > 1 else None
+    naive = next((one for one in board.planners if one.planner == "N4"), None)
+    return (
+        f"{workload}\n{layout}, {rows}",
+        NONE if ours is None else _figure(ours.bound, ".1f"),
+        NONE if ours is None else _figure(ours.count, ".1f"),
+        NONE if fewest is None else f"{_figure(fewest.count, '.1f')} {fewest.planner}",
+        NONE if ours is None or board.stages == 1 else _figure(ours.time, ".3f"),
+        NONE if fastest is None else f"{_figure(fastest.time, '.3f')} {fastest.planner}",
+        _figure(board.time_ratio, ".3f"),
+        NONE if ours is None else f"{_figure(ours.milliseconds, '.3g')} [{_figure(ours.worst_milliseconds, '.3g')}]",
+        NONE if naive is None else _figure(naive.milliseconds, ",.3g" if (naive.milliseconds or 0) < 1000 else ",.0f"),
+    )
+
+
+def planner_table(summary: Summary) -> Table:
+    """Every planner of every cell."""
+    return Table(
+        title="Planning: every planner",
+        caption=(
+            "N2 is verl's first dynamic batching, N3 rounds its count up for virtual stages, N4 balances work and puts "
+            "small micro-batches at both ends; none of the three checks the cap. verl-0.9.1 repeats N4 with a larger "
+            "count until it fits. slime packs first-fit in arrival order, next-fit is NeMo-RL's concatenative packer. "
+            "FFD+KK is the best combination of published parts: first-fit-decreasing, split, dealt by differencing, "
+            "small at both ends. A plan that breaks the cap runs out of memory where the cap was tight; its count and "
+            "time are shown, but nobody can use them. refused: draws without a plan that Megatron runs."
+        ),
+        columns=(
+            "cell", "planner", "keeps the cap", "micro-batches", "bound", "over cap", "rank imbalance", "time",
+            "worst time", "ms", "worst ms", "refused",
+        ),
+        left=3,
+        rows=tuple(
+            Row((" ".join(cell.label), *_planner_texts(one)), cell.lines, bad=one.ours and not one.keeps_cap)
+            for cell, board in summary.planning
+            for one in board.planners
+        ),
+    )  # fmt: skip
+
+
+def _planner_texts(one: PlannerScore) -> tuple[str, ...]:
+    return (
+        one.planner,
+        "yes" if one.over_cap == 0 else "-" if one.over_cap is None else "NO",
+        _figure(one.count, ".1f"),
+        _figure(one.bound, ".1f"),
+        _figure(one.over_cap, ".1%"),
+        _figure(one.imbalance, ".3f"),
+        _figure(one.time, ".3f"),
+        _figure(one.worst_time, ".3f"),
+        _figure(one.milliseconds, ".3g"),
+        _figure(one.worst_milliseconds, ".3g"),
+        f"{one.refused} of {one.draws}" if one.refused else NONE,
+    )
+
+
+def _figure(value: float | None, style: str) -> str:
+    return NONE if value is None else format(value, style)
+
+
+def packing_table(summary: Summary) -> Table:
+    return Table(
+        title="Packing: Steelyard against packing with host reads (N6) and whole logits (N7)",
+        caption=(
+            "Two figures: naive / Steelyard. ms: pack, labels and unpack of one micro-batch on one rank, medians. "
+            "ratio: naive over Steelyard with its 95 % bootstrap interval over pairs; below it that of pack, labels "
+            "and unpack alone. host reads: how often the host waits for the device; on a CPU that costs nothing, so "
+            "the ratios are without it. staging: temporary tensors, and indices copied to the device. padding: share "
+            "of the padded batch, and of the packed one. log-probs: N7's time over Steelyard's, small vocabulary, few "
+            "rows. logits: what exists at once for all rows and the whole vocabulary, computed."
+        ),
+        columns=(
+            "cell", "ms", "ratio", "host reads", "staging\nMiB", "padding\n%", "log-probs\nratio", "logits\nGiB",
+        ),
+        left=1,
+        rows=tuple(
+            Row(_packing_texts(cell, row), cell.lines, bad=cell.status != "passed") for cell, row in summary.packing
+        ),
+    )  # fmt: skip
+
+
+def _packing_texts(cell: CellRecords, row: Packing) -> tuple[str, ...]:
+    workload, layout, rows = cell.label
+    stages = [NONE if one is None else f"{one.value:.1f}" for one in row.stages.values()]
+    return (
+        f"{workload}\n{layout}, {rows}",
+        _two(row.milliseconds),
+        f"{ratio_text(row.ratio)}\n{', '.join(stages)}",
+        _two(row.reads),
+        _two(row.staging, 1 / 2**20),
+        _two(row.padding, 100),
+        NONE if row.log_probs is None else f"{row.log_probs.value:.1f}",
+        _two(row.logits),
+    )
+
+
+def _two(pair: tuple[float | None, float | None], factor: float = 1.0) -> str:
+    """Naive / optimised, with three digits at least."""
+    scaled = [None if one is None else one * factor for one in pair]
+    return " / ".join(
+        NONE if one is None else f"{one:,.0f}" if one >= 100 or one == int(one) else f"{one:.{3 - len(f'{one:.0f}')}f}"
+        for one in scaled
+    )
+
+
 def problem_table(summary: Summary) -> Table:
     return Table(
         title="Cells that failed or did not run",
@@ -154,7 +313,7 @@ def other_table(summary: Summary) -> Table:
                 (
                     cell.id,
                     series.metric,
-                    series.side,
+                    f"{series.side} {series.variant}".strip(),
                     series.source,
                     series.unit,
                     *(f"{value:.4g}" for value in (median(series.values), min(series.values), max(series.values))),

@@ -20,10 +20,11 @@ class Series:
         side: which implementation produced it; ``both`` where the sides are compared with each other or with the judge.
         unit: unit of the values, e.g. ``tokens/s``; ``1`` for a plain number.
         direction: which way is better; ``none`` for facts that have no better way.
-        values: raw samples in the order they were taken. Samples of the two sides with the same index form a pair: they
-            were taken one after the other.
+        values: raw samples in the order they were taken. Samples of the two sides (and their variants) with the same
+            index form a pair: they were taken one after the other.
         source: whether the values were measured on a device or predicted by a simulator or on fake tensors.
         limit: an exact bound that the values must keep (in the sense of ``direction``), or None.
+        variant: which implementation of the side, where there are several, e.g. the name of a planner.
         notes: facts about this series that a reader needs, such as the gradient with the largest error.
     """
 
@@ -34,4 +35,5 @@ class Series:
     values: Sequence[float]
     source: Source = "measured"
     limit: float | None = None
+    variant: str = ""
     notes: dict[str, Any] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from bench.record import FILE_NAME, Records
 from bench.report.plots import draw_all
 from bench.summary import Summary
-from bench.tables import main_tables, other_table
+from bench.tables import main_tables, side_tables
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -33,7 +33,7 @@ def write_report(folder: Path, records: Records) -> Path:
         seconds=sum(cell.outcome.seconds for cell in summary.cells if cell.outcome),
         environments=environments,
         main_tables=main_tables(summary),
-        other=other_table(summary),
+        side_tables=side_tables(summary),
         plots=draw_all(summary, folder),
         dropped=records.dropped,
         file=FILE_NAME,

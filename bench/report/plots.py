@@ -1,47 +1,28 @@
-"""The pictures of a report.
-
-The same marks everywhere: naive orange and hatched, optimised blue and plain; measured filled, predicted hollow. So
-sides and sources can be told apart without colour too. The colours are those of Okabe and Ito, which colour-blind
-readers can tell apart.
-"""
+"""The pictures of a report; ``frame.py`` says what their marks mean."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from bench.summary import CellRecords, Summary, error_text
+from bench.report.frame import LIMIT, NAIVE, NAIVE_HATCH, NEUTRAL, OPTIMISED, Plot, label_rows, legend, save
+from bench.report.packing_plots import packing_plot
+from bench.report.planning_plots import count_plot, milliseconds_plot, time_plot
+from bench.summary import Summary, error_text
 from suites.measure import Source
 
-NAIVE, OPTIMISED, NEUTRAL, LIMIT = "#E69F00", "#0072B2", "#000000", "#D55E00"
-NAIVE_HATCH = "///"
 OPAQUE = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 SMALLEST_ERROR, LARGEST_ERROR = 1e-30, 1e9  # the scale on which errors are drawn
-WIDTH_INCHES, DPI = 8.0, 150
-
-
-@dataclass(frozen=True)
-class Plot:
-    """``file``: name of the PNG in the run folder; ``alt``: what it shows, for who cannot see it."""
-
-    file: str
-    title: str
-    alt: str
 
 
 def draw_all(summary: Summary, folder: Path) -> list[Plot]:
     """Draw every picture that has data into ``folder``."""
-    return [plot for draw in (ratio_plot, tokens_plot, parity_plot) if (plot := draw(summary, folder))]
+    pictures = (ratio_plot, tokens_plot, parity_plot, count_plot, time_plot, milliseconds_plot, packing_plot)
+    return [plot for draw in pictures if (plot := draw(summary, folder))]
 
 
 def ratio_plot(summary: Summary, folder: Path) -> Plot | None:
@@ -63,7 +44,7 @@ def ratio_plot(summary: Summary, folder: Path) -> Plot | None:
         axes.margins(x=0.25)
         axes.set_xlim(left=0)
         axes.set_xlabel("optimised tokens/s over naive tokens/s (1 = equally fast)")
-        _label_rows(axes, [cell for cell, _ in rows])
+        label_rows(axes, [cell for cell, _ in rows])
         handles = [Line2D([], [], color=OPTIMISED, marker="o", linewidth=1.5, label="ratio of medians, 95 % interval")]
         if any(row.source == "predicted" for _, row in rows):
             handles.append(_handle(OPTIMISED, "predicted"))
@@ -72,10 +53,10 @@ def ratio_plot(summary: Summary, folder: Path) -> Plot | None:
                    label="padding ratio: tokens the naive side computes / real tokens")
         )  # fmt: skip
         handles.append(Line2D([], [], color=NEUTRAL, linewidth=1, label="equally fast"))
-        _legend(axes, handles)
+        legend(axes, handles)
 
     alt = "; ".join(f"{' '.join(cell.label)}: {row.ratio.value:.2f}" for cell, row in rows)
-    return _save(folder, "ratio.png", "How many times as fast the optimised step is", alt, len(rows), draw)
+    return save(folder, "ratio.png", "How many times as fast the optimised step is", alt, len(rows), draw)
 
 
 def tokens_plot(summary: Summary, folder: Path) -> Plot | None:
@@ -102,7 +83,7 @@ def tokens_plot(summary: Summary, folder: Path) -> Plot | None:
         axes.set_xlim(left=0)
         axes.set_xlabel("tokens computed in one step, padding included")
         axes.xaxis.set_major_formatter("{x:,.0f}")
-        _label_rows(axes, [cell for cell, _ in rows])
+        label_rows(axes, [cell for cell, _ in rows])
         handles = [
             Patch(facecolor=NAIVE, edgecolor="white", hatch=NAIVE_HATCH, label="naive"),
             Patch(facecolor=OPTIMISED, label="optimised"),
@@ -110,13 +91,13 @@ def tokens_plot(summary: Summary, folder: Path) -> Plot | None:
         ]
         if any(row.source == "predicted" for _, row in rows):
             handles.append(Patch(facecolor="white", edgecolor=NEUTRAL, label="hollow: predicted"))
-        _legend(axes, handles)
+        legend(axes, handles)
 
     alt = "; ".join(
         f"{' '.join(cell.label)}: naive {row.naive_computed:,.0f}, optimised {row.optimised_computed:,.0f}"
         for cell, row in rows
     )
-    return _save(folder, "tokens.png", "Tokens that each side computes", alt, 1.4 * len(rows), draw)
+    return save(folder, "tokens.png", "Tokens that each side computes", alt, 1.4 * len(rows), draw)
 
 
 def parity_plot(summary: Summary, folder: Path) -> Plot | None:
@@ -147,7 +128,7 @@ def parity_plot(summary: Summary, folder: Path) -> Plot | None:
             if row.limit:
                 axes.plot([row.limit] * 2, [y - 0.5, y + 0.5], color=LIMIT, linewidth=2, zorder=1)
         axes.set_xlabel("worst relative error against the float64 judge (left is better)")
-        _label_rows(axes, [cell for cell, _ in rows])
+        label_rows(axes, [cell for cell, _ in rows])
         handles = [Line2D([], [], label="within the limit", marker="o", linestyle="none", **_marker(OPTIMISED))]
         if not all(row.keeps_limit for _, row in rows):
             handles.append(
@@ -156,10 +137,10 @@ def parity_plot(summary: Summary, folder: Path) -> Plot | None:
         if any(row.source == "predicted" for _, row in rows):
             handles.append(_handle(OPTIMISED, "predicted"))
         handles.append(Line2D([], [], color=LIMIT, linewidth=2, label="limit"))
-        _legend(axes, handles)
+        legend(axes, handles)
 
     alt = "; ".join(f"{' '.join(cell.label)}: {row.error:.1e}" for cell, row in rows)
-    return _save(folder, "parity.png", "Parity with the judge", alt, len(rows), draw)
+    return save(folder, "parity.png", "Parity with the judge", alt, len(rows), draw)
 
 
 def _marker(colour: str, source: Source = "measured") -> dict[str, object]:
@@ -174,32 +155,3 @@ def _handle(colour: str, source: Source) -> Line2D:
     return Line2D(
         [], [], marker="o", linestyle="none", markersize=8, label=f"hollow: {source}", **_marker(colour, source)
     )
-
-
-def _label_rows(axes: Axes, cells: list[CellRecords]) -> None:
-    axes.set_yticks(range(len(cells)), ["{}\n{}, {}".format(*cell.label) for cell in cells])
-    # Room above and below the outer rows; the first row on top, as in the tables.
-    axes.set_ylim(len(cells) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.grid(axis="x", color="#DDDDDD", linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
-def _legend(axes: Axes, handles: list[Line2D | Patch]) -> None:
-    # Under the plot: no point of a later run can end up behind it.
-    axes.figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-
-
-def _save(folder: Path, file: str, title: str, alt: str, rows: float, draw: Callable[[Axes], None]) -> Plot | None:
-    """Draw one picture with room for ``rows`` rows; nothing to draw makes no picture."""
-    if not rows:
-        return None
-    figure, axes = plt.subplots(figsize=(WIDTH_INCHES, 1.6 + 0.5 * rows), layout="constrained")
-    try:
-        axes.set_title(title, loc="left", fontsize=12)
-        draw(axes)
-        figure.savefig(folder / file, dpi=DPI)
-    finally:
-        plt.close(figure)
-    return Plot(file, title, alt)

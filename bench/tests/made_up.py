@@ -38,3 +38,20 @@ def parity_series(error: float = 3e-7, limit: float = 1e-5) -> list[Series]:
         Series("parity_max_error", "both", "1", "lower", [error / 2, error], limit=limit, notes=worst),
         Series("loss_error", "both", "1", "lower", [error / 10], limit=limit),
     ]
+
+
+def planning_series(ratio: float = 0.95) -> list[Series]:
+    """What the planning suite returns for Steelyard, a planner that keeps the cap, and one that breaks it."""
+    planners = {"Steelyard": ("optimised", 20, 0.0, 1.1, 3.0), "FFD+KK": ("naive", 21, 0.0, 1.2, 1.0)}
+    planners["N4"] = ("naive", 18, 0.25, 1.3, 90.0)
+    series = [Series("micro_batch_bound", "both", "micro-batches", "none", [20, 20])]
+    for name, (side, count, over, time, milliseconds) in planners.items():
+        lower = {"direction": "lower", "variant": name}
+        series += [
+            Series("micro_batches", side, "micro-batches", values=[count, count], **lower),
+            Series("share_over_cap", side, "1", values=[over, over], **lower),
+            Series("rank_imbalance", side, "1", values=[1.0, 1.02], **lower),
+            Series("time_over_ideal", side, "1", values=[time, time + 0.1], source="predicted", **lower),
+            Series("planning_ms", side, "ms", values=[milliseconds, milliseconds], **lower),
+        ]
+    return [*series, Series("time_over_best_other", "both", "1", "lower", [ratio - 0.1, ratio], "predicted", 1.0)]

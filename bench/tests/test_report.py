@@ -13,7 +13,7 @@ from matplotlib import image
 from bench.record import FILE_NAME, read_records
 from bench.report.markdown import write_report
 from bench.summary import Summary
-from bench.tests.made_up import make_cell, parity_series, throughput_series
+from bench.tests.made_up import make_cell, parity_series, planning_series, throughput_series
 from suites.launch.local import RanksFailed
 from suites.matrix import Cell, Layout
 from suites.measure import Series
@@ -105,3 +105,45 @@ def test_a_run_that_was_cut_off_is_incomplete_and_says_so(mixed_run: Path) -> No
     whole = [line for line in path.read_bytes().splitlines(keepends=True) if b'"pp":1' in line]
     path.write_bytes(b"".join(whole[:-1]))
     assert report(mixed_run).startswith("**Incomplete: 1 of 2 cells passed, 1 did not run")
+
+
+def test_planners_have_a_scoreboard_and_those_that_break_the_cap_are_not_the_best(add_suite, weigh) -> None:
+    add_suite("planning", lambda cell, device: planning_series())
+    folder = weigh(make_cell("planning", layout=Layout(pp=4)))
+    page = report(folder)
+    assert page.startswith("**Passed: 1 of 1 cells passed; predicted time of the plans at worst 0.950 of the best")
+    assert "| 20.0 | 20.0 | 21.0 FFD+KK | 1.150 | 1.250 FFD+KK | 0.950 | 3 [3] | 90 |" in page
+    rows = [line for line in page.splitlines() if line.startswith("| rl-code-16k-cap pp4 4 rows |")]
+    assert [line.split(" | ")[1:4] for line in rows] == [
+        ["Steelyard", "yes", "20.0"],
+        ["FFD+KK", "yes", "21.0"],
+        ["N4", "NO", "18.0"],
+    ]
+    linked = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page)
+    assert linked == ["planning_count.png", "planning_time.png", "planning_ms.png"]
+    for name in linked:
+        assert image.imread(folder / name).std() > 0.01
+
+
+def test_a_planner_that_others_beat_fails_its_cell(add_suite, weigh) -> None:
+    add_suite("planning", lambda cell, device: planning_series(ratio=1.02))
+    page = report(weigh(make_cell("planning", layout=Layout(pp=4))))
+    assert page.startswith("**Failed")
+    assert "time_over_best_other is 1.02, above its limit 1" in page
+
+
+def test_a_planner_without_any_plan_is_shown_as_refusing(add_suite, weigh) -> None:
+    def refuses(cell: Cell, device: str | None) -> list[Series]:
+        lower = {"side": "naive", "direction": "lower", "variant": "N3"}
+        return [
+            *planning_series(),
+            Series("micro_batches", unit="micro-batches", values=[math.nan] * 2, **lower),
+            Series("share_over_cap", unit="1", values=[math.nan] * 2, **lower),
+            Series("rank_imbalance", unit="1", values=[math.nan] * 2, **lower),
+            Series("time_over_ideal", unit="1", values=[math.inf] * 2, source="predicted", **lower),
+            Series("planning_ms", unit="ms", values=[0.1] * 2, **lower),
+        ]
+
+    add_suite("planning", refuses)
+    page = report(weigh(make_cell("planning", layout=Layout(pp=4))))
+    assert "| N3 | - | - | 20.0 | - | - | - | - | 0.1 | 0.1 | 2 of 2 |" in page

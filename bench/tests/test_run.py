@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.record import OutcomeRecord, SeriesRecord, read_records
+from bench.run import device_of
 from bench.tests.made_up import make_cell, parity_series, throughput_series
 from steelyard.errors import InputError
 from suites.launch.local import run_ranks
@@ -104,6 +105,25 @@ def test_sides_with_unequal_numbers_of_samples_fail(add_suite, weigh) -> None:
     add_suite("unequal", unequal)
     (outcome,) = read_records(weigh(make_cell("unequal"))).lines
     assert "unequal numbers" in outcome.reason
+
+
+def test_variants_of_a_side_stand_beside_each_other_and_must_have_as_many_samples(add_suite, weigh) -> None:
+    def variants(cell: Cell, device: str | None) -> list[Series]:
+        names = ("one", "two")
+        return [Series("ms", "naive", "ms", "lower", [1.0] * cell.pairs, variant=name) for name in names] + [
+            Series("ms", "optimised", "ms", "lower", [1.0] * 5)
+        ]
+
+    add_suite("variants", variants)
+    lines = read_records(weigh(make_cell("variants"), make_cell("variants", "rl-math-short", pairs=4))).lines
+    assert [line.variant for line in lines if isinstance(line, SeriesRecord)] == ["one", "two", ""]
+    passed, failed = (line for line in lines if isinstance(line, OutcomeRecord))
+    assert passed.status == "passed"
+    assert "naive two" in failed.reason
+
+
+def test_what_starts_no_ranks_is_weighed_on_the_cpu_whatever_its_layout() -> None:
+    assert device_of(make_cell("planning", layout=Layout(dp=64)), "cuda") == "cpu"
 
 
 def test_a_suite_without_samples_fails(add_suite, weigh) -> None:

@@ -65,7 +65,7 @@ def test_the_variants_of_a_cell_hold_every_pair_of_choices(layout, role):
         return {(a, b, row[a], row[b]) for row in rows for a in axes for b in axes if a < b}
 
     assert pairs(some) == pairs(every)
-    assert len(some) < len(every)
+    assert len(some) <= len(every)
 
 
 def test_the_naive_sides_miss_what_the_optimised_side_keeps():

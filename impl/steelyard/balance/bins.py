@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.balance.reduction import forced_bins
+from steelyard.balance.reduction import Reduced, forced_bins
 
 Ints = NDArray[np.int64]
 Bins = list[list[int]]  # positions of items
@@ -23,7 +23,7 @@ WORD = 1 << 15  # bits that one evaluation of a subset sum stands for
 FINEST = 1 << 18  # steps into which a cap is divided at most
 
 
-def pack(tokens: Ints, cap: int, *, target: int = 0, budget: int = 20_000) -> Bins:
+def pack(tokens: Ints, cap: int, *, target: int = 0, budget: int = 20_000, reduced: Reduced | None = None) -> Bins:
     """Few non-empty bins within the cap.
 
     Args:
@@ -31,11 +31,12 @@ def pack(tokens: Ints, cap: int, *, target: int = 0, budget: int = 20_000) -> Bi
         cap: tokens per bin.
         target: number of bins that is good enough; a proven lower bound makes the search stop where it cannot win.
         budget: evaluations (one item offered to one subset sum) that repacking may spend.
+        reduced: ``forced_bins`` of the same, where it is known already.
     """
     bins = best_fit_decreasing(tokens, cap)
     if len(bins) <= target:
         return bins
-    forced, rest = forced_bins(tokens, cap)
+    forced, rest = reduced or forced_bins(tokens, cap)
     if forced:
         left = [rest[one].tolist() for one in best_fit_decreasing(tokens[rest], cap)]
         if len(forced) + len(left) > len(bins):

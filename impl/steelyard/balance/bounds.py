@@ -17,21 +17,22 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from steelyard.balance.reduction import forced_bins
+from steelyard.balance.reduction import Reduced, forced_bins
 
 Ints = NDArray[np.int64]
 
 DEEPEST = 20  # u_k for k up to this; larger k look at items so small that the sum of tokens decides
 
 
-def count_lower_bound(tokens: Ints, cap: int) -> int:
+def count_lower_bound(tokens: Ints, cap: int, reduced: Reduced | None = None) -> int:
     """A number of bins that no packing goes below.
 
     Args:
         tokens: [items] each between 1 and ``cap``, with a sum below 2**62.
         cap: tokens per bin.
+        reduced: ``forced_bins`` of the same, where it is known already.
     """
-    forced, rest = forced_bins(tokens, cap)
+    forced, rest = reduced or forced_bins(tokens, cap)
     return max(_bound(tokens, cap), len(forced) + _bound(tokens[rest], cap)) if forced else _bound(tokens, cap)
 
 

@@ -1,6 +1,6 @@
 """Moves that lower the predicted makespan of a step, one after the other, within a budget of simulated passes.
 
-A move shifts work between two micro-batches, both of the slowest rank or one of the fastest: an item or several change
+A move shifts work between two micro-batches, both of the slowest rank or one of a fast one: an item or several change
 place, two items or two whole micro-batches are exchanged. It keeps the cap, the
 count, and that no micro-batch is emptied. A move is made if it lowers the time of the slowest rank and lifts no other
 rank above that.
@@ -26,6 +26,7 @@ Floats = NDArray[np.float64]
 
 WIDTH = 96  # moves simulated side by side
 ITEMS = 128  # items of a rank looked at in one round
+PARTNERS = 4  # fast ranks that are asked in turn to take work of the slowest
 TRIES = 3  # samples of moves before a rank counts as settled
 BUNDLES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8)  # shares of the items of a micro-batch that move together
 GAIN = 1e-5  # share of the makespan below which a move is not worth a round
@@ -100,8 +101,8 @@ FIELDS = ("source", "target", "gives", "gets", "amount")
 NONE, ALL, FEW = -1, -1, -2
 
 
-def improve(step: Step, items: Items, pipeline: Pipeline, budget: int) -> None:
-    """Make moves until none of those looked at helps, or ``budget`` simulated passes are spent."""
+def improve(step: Step, items: Items, pipeline: Pipeline, budget: int) -> int:
+    """Make moves until none of those looked at helps, or ``budget`` simulated passes are spent; returns what is left."""
     turn, each = 0, program(step.work.shape[1], pipeline).size
     while budget > 0:
         turn += 1
@@ -109,11 +110,14 @@ def improve(step: Step, items: Items, pipeline: Pipeline, budget: int) -> None:
         slope = slopes(step.work[top].astype(np.float64), pipeline)
         moved, spent = _within(step, items, pipeline, top, slope, turn)
         budget -= spent * each
-        if not moved and len(step.hands) > 1:
-            moved, spent = _across(step, items, pipeline, top, slope, turn)
+        for other in np.argsort(step.times, kind="stable")[:PARTNERS].tolist():
+            if moved or other == top or budget <= 0:
+                break
+            moved, spent = _across(step, items, pipeline, top, other, slope, turn)
             budget -= spent * each
         if not moved:
             break
+    return budget
 
 
 def _within(step: Step, items: Items, pipeline: Pipeline, top: int, slope: Floats, turn: int) -> tuple[bool, int]:
@@ -137,11 +141,10 @@ def _within(step: Step, items: Items, pipeline: Pipeline, top: int, slope: Float
     return False, spent
 
 
-def _across(step: Step, items: Items, pipeline: Pipeline, top: int, slope: Floats, turn: int) -> tuple[bool, int]:
-    """The best of a sample of moves between the slowest rank and the fastest."""
-    other = int(np.argmin(step.times))
-    if other == top:
-        return False, 0
+def _across(
+    step: Step, items: Items, pipeline: Pipeline, top: int, other: int, slope: Floats, turn: int
+) -> tuple[bool, int]:
+    """The best of a sample of moves between the slowest rank and another."""
     moves = _moves(step, items, top, other, turn)
     promised = -moves.amount * slope[moves.source]
     spent = 0

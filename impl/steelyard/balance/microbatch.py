@@ -27,6 +27,7 @@ from steelyard.balance.bins import Bins, pack
 from steelyard.balance.bounds import count_lower_bound
 from steelyard.balance.partition import bin_sums, deal
 from steelyard.balance.plan import MicroBatchPlan
+from steelyard.balance.reduction import forced_bins
 from steelyard.balance.request import Batch, Cost, Fill, Order, Oversize, Settings, read_batch
 from steelyard.balance.search import arrange, level_items
 from steelyard.errors import PlanError
@@ -181,9 +182,10 @@ def pack_items(batch: Batch, settings: Settings, ranks: int = 1) -> Packed:
         wanted = max(-(-(extra + bins) // ranks), settings.min_count)
         return legal_count(wanted, settings.pipeline, multiple_of=settings.multiple_of)
 
-    bound = legal(count_lower_bound(rest, settings.cap))
+    reduced = forced_bins(rest, settings.cap)
+    bound = legal(count_lower_bound(rest, settings.cap, reduced))
     budget = REPACKING * 1024 // max(1024, len(rest))
-    bins = pack(rest, settings.cap, target=bound * ranks - extra, budget=budget)
+    bins = pack(rest, settings.cap, target=bound * ranks - extra, budget=budget, reduced=reduced)
     return Packed(bins, legal(len(bins)), bound)
 
 

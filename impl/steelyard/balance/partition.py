@@ -32,6 +32,7 @@ from steelyard.balance.bins import Bins, best_fit_decreasing
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+LARGE = 2_048  # items beyond which levelling does not try what seldom helps
 QUANTUM_BITS = 50  # the work of all items together is below 2**50: exact as int64 and as float64
 
 
@@ -72,7 +73,10 @@ def level(
         bins in the order of ``start``.
     """
     base = np.zeros(count, np.int64) if start is None else start
-    starts = [bins for bins in (_greedy(tokens, work, cap, base), _difference(tokens, work, cap, base)) if bins]
+    greedy = _greedy(tokens, work, cap, base)
+    # Where the greedy pass found no room, differencing hardly ever does.
+    difference = None if greedy is None and len(tokens) > LARGE else _difference(tokens, work, cap, base)
+    starts = [bins for bins in (greedy, difference) if bins]
     if not starts:
         packed = best_fit_decreasing(tokens, cap) if packed is None else packed
         starts = [spread(packed, work, base)]

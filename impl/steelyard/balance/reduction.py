@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+Reduced = tuple[list[list[int]], Ints]
 
 
-def forced_bins(tokens: Ints, cap: int) -> tuple[list[list[int]], Ints]:
+def forced_bins(tokens: Ints, cap: int) -> Reduced:
     """Bins of one or two items that some optimal packing contains, and the positions of all other items, ascending.
 
     Args:

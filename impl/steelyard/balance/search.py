@@ -8,7 +8,7 @@ Four steps, each within a budget that counts evaluations:
    dealt to the ranks place by place;
 3. beside them stand level work in its best order, on the least count and on the most promising ones, and the packing
    as it is, on every count: where a few items are heavy, no profile can be had;
-4. all are simulated, and the best is improved by moves (``improve.py``).
+4. all are simulated and improved by moves (``improve.py``), the best first, as far as the budget goes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TRIED = 4  # pairs of count and profile that are levelled and simulated, in batc
 ROWS = 4_096
 FLAT = 3  # counts that are levelled without a profile
 PAIRS = 400_000  # pairs of items offered to levelling
-PASSES = 400_000  # simulated passes that moves may cost a step
+PASSES = 500_000  # simulated passes that moves may cost a step
 
 
 def arrange(batch: Batch, settings: Settings, ranks: int, least: int, packed: Bins, *, exact: bool) -> list[Bins]:
@@ -58,9 +58,12 @@ def arrange(batch: Batch, settings: Settings, ranks: int, least: int, packed: Bi
         starts = _starts(batch, settings, pipeline, ranks, counts, packed)
         starts += [_as_packed(batch, settings, ranks, count, packed) for count in counts]
     tried = [Step.of(hands, items, pipeline) for hands in starts]
-    best = min(tried, key=lambda one: float(one.times.max()))
-    improve(best, items, pipeline, PASSES)
-    return best.hands
+    tried.sort(key=lambda one: float(one.times.max()))
+    budget = PASSES
+    for one in tried:
+        if budget > 0:  # the most promising first; what it leaves goes to the next
+            budget = improve(one, items, pipeline, budget)
+    return min(tried, key=lambda one: float(one.times.max())).hands
 
 
 def _starts(

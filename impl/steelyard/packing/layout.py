@@ -29,6 +29,23 @@ FP8_MULTIPLES = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 128}
 
 
 @dataclass(frozen=True, eq=False)
+class Runs:
+    """Tokens of a row that stand side by side in the padded batch, [R] each, row after row; none is empty.
+
+    Attributes:
+        rows: the row of each run.
+        columns: its first column in the padded batch.
+        positions: the position of its first token in the row, counted without holes.
+        sizes: its tokens.
+    """
+
+    rows: np.ndarray
+    columns: np.ndarray
+    positions: np.ndarray
+    sizes: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
 class PackedLayout:
     """Offsets of B rows with N real tokens in T slots, of which this context-parallel rank holds T/cp.
 
@@ -37,13 +54,13 @@ class PackedLayout:
 
     Attributes:
         lengths: [B] real tokens of each row.
-        token_columns: [N] the column of each real token in the padded batch, row after row.
+        runs: where the tokens are in the padded batch: one run in each row, more where a mask has holes.
         padded_lengths: [B] slots that each row takes.
         cp, cp_rank: size of the context-parallel group and this rank's place in it.
     """
 
     lengths: np.ndarray
-    token_columns: np.ndarray
+    runs: Runs
     padded_lengths: np.ndarray
     cp: int = 1
     cp_rank: int = 0
@@ -79,7 +96,7 @@ class PackedLayout:
         """
         if cp < 1 or tp < 1 or not 0 <= cp_rank < cp:
             raise InputError(f"tp={tp}, cp={cp}, cp_rank={cp_rank}: sizes are at least 1 and 0 <= cp_rank < cp")
-        rows, columns = _from_mask(lengths, starts, mask) if mask is not None else _from_lengths(lengths, starts)
+        rows, runs = _from_mask(lengths, starts, mask) if mask is not None else _from_lengths(lengths, starts)
         alignment = tp * 2 * cp if cp > 1 else tp
         padded = -(-rows // alignment) * alignment
         if fp8_recipe is not None:
@@ -87,7 +104,7 @@ class PackedLayout:
                 raise InputError(f"fp8_recipe={fp8_recipe!r} is unknown: use one of {', '.join(FP8_MULTIPLES)}")
             multiple = math.lcm(alignment, FP8_MULTIPLES[fp8_recipe] * tp * cp)
             padded[-1] += -int(padded.sum()) % multiple
-        return cls(rows, columns, padded, cp, cp_rank)
+        return cls(rows, runs, padded, cp, cp_rank)
 
     @cached_property
     def cu_seqlens(self) -> np.ndarray:
@@ -119,30 +136,23 @@ class PackedLayout:
         """Share of the slots that hold no token."""
         return 1.0 - int(self.cu_seqlens[-1]) / self.total if self.total else 0.0
 
-    @cached_property
-    def token_rows(self) -> np.ndarray:
-        """[N] the row of each real token, row after row."""
-        return np.repeat(np.arange(self.lengths.size), self.lengths)
-
-    @cached_property
-    def token_positions(self) -> np.ndarray:
-        """[N] the position of each real token in its row; it restarts at every row."""
-        return np.arange(int(self.cu_seqlens[-1])) - np.repeat(self.cu_seqlens[:-1], self.lengths)
-
-    @cached_property
-    def token_slots(self) -> np.ndarray:
-        """[N] the slot of each real token."""
-        return self.cu_seqlens_padded[self.token_rows] + self.token_positions
+    def chunks(self, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What a context-parallel rank holds of every row, [B, 1 or 2] each: the positions at which its chunks begin
+        and end, and the local slot of their first position."""
+        offsets = self.cu_seqlens_padded[:-1, None]
+        if self.cp == 1:
+            return np.zeros_like(offsets), self.padded_lengths[:, None], offsets
+        size = self.padded_lengths[:, None] // (2 * self.cp)
+        first = size * np.array([rank, 2 * self.cp - 1 - rank])
+        return first, first + size, offsets // self.cp + size * np.array([0, 1])
 
     def slots_of_rank(self, rank: int) -> np.ndarray:
         """[T/cp] the slots that a context-parallel rank holds, in its own order."""
         if self.cp == 1:
             return np.arange(self.total)
-        chunk = self.padded_lengths // (2 * self.cp)
-        first, second = self.cu_seqlens_padded[:-1] + rank * chunk, self.cu_seqlens_padded[1:] - (rank + 1) * chunk
-        starts = np.stack((first, second), axis=1).ravel()
-        sizes = np.repeat(chunk, 2)
-        return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes) + np.repeat(starts, sizes)
+        first, last, _ = self.chunks(rank)
+        starts, sizes = (self.cu_seqlens_padded[:-1, None] + first).ravel(), (last - first).ravel()
+        return np.arange(sizes.sum()) + np.repeat(starts - np.cumsum(sizes) + sizes, sizes)
 
     @cached_property
     def local_slots(self) -> np.ndarray:
@@ -183,7 +193,7 @@ def _inverse(order: np.ndarray) -> np.ndarray:
     return inverse
 
 
-def _from_lengths(lengths: object, starts: object) -> tuple[np.ndarray, np.ndarray]:
+def _from_lengths(lengths: object, starts: object) -> tuple[np.ndarray, Runs]:
     rows = np.asarray([] if lengths is None else lengths, dtype=np.int64)
     if rows.ndim != 1 or rows.size == 0:
         raise BatchError(f"lengths must be a list of at least one whole number; got an array of shape {rows.shape}")
@@ -194,13 +204,20 @@ def _from_lengths(lengths: object, starts: object) -> tuple[np.ndarray, np.ndarr
         if (values < 0).any():
             row = int(np.argmax(values < 0))
             raise BatchError(f"row {row} has the negative {name} {int(values[row])}")
-    return rows, np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows - first, rows)
+    filled = np.flatnonzero(rows)
+    return rows, Runs(filled, first[filled], np.zeros_like(filled), rows[filled])
 
 
-def _from_mask(lengths: object, starts: object, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _from_mask(lengths: object, starts: object, mask: np.ndarray) -> tuple[np.ndarray, Runs]:
     if lengths is not None or starts is not None:
         raise BatchError("a mask says which tokens are real: give either a mask, or lengths and starts")
     real = np.asarray(mask) != 0
     if real.ndim != 2 or real.shape[0] == 0:
         raise BatchError(f"the mask has shape {real.shape}: [rows, width] with at least one row is needed")
-    return real.sum(1, dtype=np.int64), np.nonzero(real)[1].astype(np.int64)
+    # A run begins where real follows not real, and ends where not real follows real.
+    edges = np.diff(np.pad(real, ((0, 0), (1, 1))).view(np.int8), axis=1)
+    rows, columns = np.nonzero(edges > 0)
+    sizes = np.nonzero(edges < 0)[1] - columns
+    in_rows = real.sum(1, dtype=np.int64)
+    positions = np.cumsum(sizes) - sizes - (np.cumsum(in_rows) - in_rows)[rows]
+    return in_rows, Runs(rows, columns, positions, sizes)

@@ -1,6 +1,7 @@
-"""Moves rows into and out of a packed sequence with one gather and one scatter, however many rows there are.
+"""Moves rows into and out of a packed sequence; nothing on the device is read back.
 
-The indices come from a ``PackedLayout``, on the host, in one copy to the device; nothing on the device is read back.
+Where the tokens are is known to the host (``PackedLayout``). A batch is moved as stretches of neighbouring tokens, all
+of them in one call, however many rows there are; see ``segments.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from steelyard.errors import BatchError
 from steelyard.packing.layout import PackedLayout
-from steelyard.packing.params import to_device
+from steelyard.packing.segments import Segments, flat_columns, from_all_ranks, move, to_local
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -32,7 +33,7 @@ def pack(
 
     Args:
         rows: a padded batch, a nested (jagged) tensor of B rows, or a mapping of such tensors, which share one set of
-            indices for each width.
+            offsets for each width.
         layout: where the tokens are and go.
 
     Raises:
@@ -40,16 +41,13 @@ def pack(
     """
     if isinstance(rows, torch.Tensor):
         return pack({"rows": rows}, layout)["rows"]
-    indices: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+    segments: dict[int, Segments] = {}
     packed = {}
     for name, tensor in rows.items():
         values, width = _flat(tensor, layout)
-        key = (width, values.device)
-        if key not in indices:
-            indices[key] = _indices(layout, width, values.device)
-        source, slots = indices[key]
-        empty = values.new_zeros((layout.local_total, *values.shape[1:]))
-        packed[name] = empty.index_copy(0, slots, values.index_select(0, source))
+        if width not in segments:
+            segments[width] = to_local(layout, flat_columns(layout, width), rank=layout.cp_rank)
+        packed[name] = move(values, segments[width], layout.local_total)
     return packed
 
 
@@ -73,19 +71,21 @@ def unpack(
             f"the packed tensor has {packed.size(0)} slots, its layout {layout.local_total}: they belong together"
         )
     _check_width(layout, width)
-    flat = layout.token_rows * width + layout.token_columns
     if cp_group is not None and layout.cp > 1:
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
         # Backward, every rank has the whole gradient and takes its own part.
-        packed = gather_from_sequence_parallel_region(packed, tensor_parallel_output_grad=False, group=cp_group)
-        slots = layout.gathered_index[layout.token_slots]
-    else:
-        slots = layout.to_local(layout.token_slots)
-        flat, slots = flat[slots >= 0], slots[slots >= 0]
-    target, source = to_device([flat, slots], packed.device)
-    rows = packed.new_zeros((layout.lengths.size * width, *packed.shape[1:]))
-    return rows.index_copy(0, target, packed.index_select(0, source)).unflatten(0, (layout.lengths.size, width))
+        gathered = gather_from_sequence_parallel_region(packed, tensor_parallel_output_grad=False, group=cp_group)
+        return unpack_gathered(gathered, layout, width)
+    segments = to_local(layout, flat_columns(layout, width), rank=layout.cp_rank).reversed()
+    return _rows(move(packed, segments, layout.lengths.size * width), layout, width)
+
+
+def unpack_gathered(parts: torch.Tensor, layout: PackedLayout, width: int) -> torch.Tensor:
+    """[T, ...] -> [B, width, ...]: ``unpack`` of the parts of all context-parallel ranks, one after the other."""
+    _check_width(layout, width)
+    segments = from_all_ranks(layout, flat_columns(layout, width))
+    return _rows(move(parts, segments, layout.lengths.size * width), layout, width)
 
 
 def next_token_labels(ids: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
@@ -95,12 +95,8 @@ def next_token_labels(ids: torch.Tensor, layout: PackedLayout) -> torch.Tensor:
     label is right all the same.
     """
     values, width = _flat(ids, layout)
-    # Token n is followed by token n + 1 unless it is the last of its row.
-    followed = np.flatnonzero(layout.token_positions + 1 < layout.lengths[layout.token_rows])
-    slots = layout.to_local(layout.token_slots[followed])
-    source = _flat_index(layout, width)[followed[slots >= 0] + 1]
-    index, target = to_device([source, slots[slots >= 0]], values.device)
-    return values.new_zeros(layout.local_total).index_copy(0, target, values.index_select(0, index))
+    segments = to_local(layout, flat_columns(layout, width), rank=layout.cp_rank, ahead=1)
+    return move(values, segments, layout.local_total)
 
 
 def compact(rows: torch.Tensor, layout: PackedLayout, width: int) -> torch.Tensor:
@@ -113,29 +109,25 @@ def compact(rows: torch.Tensor, layout: PackedLayout, width: int) -> torch.Tenso
     """
     values, before = _flat(rows, layout)
     _check_compact(layout, width)
-    source, target = to_device(
-        [_flat_index(layout, before), layout.token_rows * width + layout.token_positions], values.device
-    )
-    return _moved(values, source, target, layout.lengths.size, width)
+    segments = Segments.of(flat_columns(layout, before), _compacted(layout, width), layout.runs.sizes)
+    return _rows(move(values, segments, layout.lengths.size * width), layout, width)
 
 
 def expand(compacted: torch.Tensor, layout: PackedLayout, width: int) -> torch.Tensor:
     """[B, W, ...] -> [B, width, ...]: the tokens of compacted rows back in their columns. Differentiable."""
     _check_compact(layout, compacted.size(1))
     _check_width(layout, width)
-    source, target = to_device(
-        [
-            layout.token_rows * compacted.size(1) + layout.token_positions,
-            layout.token_rows * width + layout.token_columns,
-        ],
-        compacted.device,
-    )
-    return _moved(compacted.flatten(0, 1), source, target, layout.lengths.size, width)
+    segments = Segments.of(_compacted(layout, compacted.size(1)), flat_columns(layout, width), layout.runs.sizes)
+    return _rows(move(compacted.flatten(0, 1), segments, layout.lengths.size * width), layout, width)
 
 
-def _moved(values: torch.Tensor, source: torch.Tensor, target: torch.Tensor, count: int, width: int) -> torch.Tensor:
-    rows = values.new_zeros((count * width, *values.shape[1:]))
-    return rows.index_copy(0, target, values.index_select(0, source)).unflatten(0, (count, width))
+def _compacted(layout: PackedLayout, width: int) -> np.ndarray:
+    """[R] where each run begins in the flattened compacted batch."""
+    return layout.runs.rows * width + layout.runs.positions
+
+
+def _rows(flat: torch.Tensor, layout: PackedLayout, width: int) -> torch.Tensor:
+    return flat.unflatten(0, (layout.lengths.size, width))
 
 
 def _flat(rows: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, int]:
@@ -144,31 +136,20 @@ def _flat(rows: torch.Tensor, layout: PackedLayout) -> tuple[torch.Tensor, int]:
         raise BatchError(f"the batch has {rows.size(0)} rows, its layout {layout.lengths.size}: they belong together")
     if rows.is_nested:
         values = rows.values()
-        if values.size(0) != layout.token_rows.size:
-            raise BatchError(f"the nested rows hold {values.size(0)} tokens, the layout {layout.token_rows.size}")
+        tokens = int(layout.cu_seqlens[-1])
+        if values.size(0) != tokens:
+            raise BatchError(f"the nested rows hold {values.size(0)} tokens, the layout {tokens}")
         return values, 0
     _check_width(layout, rows.size(1))
     return rows.flatten(0, 1), rows.size(1)
 
 
-def _flat_index(layout: PackedLayout, width: int) -> np.ndarray:
-    """[N] where each real token is in what ``_flat`` made; width 0 stands for nested rows."""
-    return layout.token_rows * width + layout.token_columns if width else np.arange(layout.token_rows.size)
-
-
-def _indices(layout: PackedLayout, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(index into the flat batch, local slot) of every real token of this rank."""
-    slots = layout.to_local(layout.token_slots)
-    source, local = to_device([_flat_index(layout, width)[slots >= 0], slots[slots >= 0]], device)
-    return source, local
-
-
 def _check_width(layout: PackedLayout, width: int) -> None:
-    if layout.token_columns.size and int(layout.token_columns.max()) >= width:
-        token = int(layout.token_columns.argmax())
+    last = layout.runs.columns + layout.runs.sizes - 1
+    if last.size and int(last.max()) >= width:
+        run = int(last.argmax())
         raise BatchError(
-            f"row {int(layout.token_rows[token])} has a token in column {int(layout.token_columns[token])}, beyond the "
-            f"width of {width}"
+            f"row {int(layout.runs.rows[run])} has a token in column {int(last[run])}, beyond the width of {width}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import cast
 
 import numpy as np
@@ -65,4 +66,5 @@ def layout_of(params: PackedSeqParams, cp: int, cp_rank: int) -> PackedLayout:
         return params.layout
     offsets = params.cu_seqlens_q_padded if params.cu_seqlens_q_padded is not None else params.cu_seqlens_q
     lengths = np.diff(np.asarray(offsets.tolist(), dtype=np.int64))
-    return PackedLayout(lengths, np.concatenate([np.arange(n) for n in lengths]), lengths, cp, cp_rank)
+    # Their padding counts as tokens: which slots hold none is not known.
+    return dataclasses.replace(PackedLayout.of(lengths, cp=cp, cp_rank=cp_rank), padded_lengths=lengths)

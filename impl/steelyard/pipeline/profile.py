@@ -27,6 +27,7 @@ from steelyard.pipeline.simulate import makespans, program
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+TRANSFERS_ONLY = 1e12  # time of a transfer over that of the largest micro-batch
 PASSES = 4_000_000  # simulated passes that the profiles of one count may cost
 
 
@@ -53,7 +54,10 @@ def profiles(count: int, pipeline: Pipeline, unit: float = 0.0) -> Profiles:
         pipeline: where they run.
         unit: work of the largest micro-batch, which says how much a transfer weighs; unused without ``p2p``.
     """
-    p2p = float(f"{pipeline.p2p / unit:.1e}") if pipeline.p2p and unit > 0 else 0.0  # coarse, to be found again
+    p2p = 0.0
+    if pipeline.p2p and unit > 0:
+        # Coarse, to be found again; and finite however small the unit: beyond the limit only transfers matter.
+        p2p = float(f"{min(pipeline.p2p / unit, TRANSFERS_ONLY):.1e}")
     return _profiles(count, replace(pipeline, p2p=p2p))
 
 

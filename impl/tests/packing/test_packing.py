@@ -1,6 +1,7 @@
 """Packing against the plainest possible loops over rows."""
 
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steelyard.errors import BatchError, InputError
-from steelyard.packing import PackedLayout, compact, expand, next_token_labels, pack, unpack
+from steelyard.packing import PackedLayout, compact, expand, next_token_labels, pack, segments, unpack, unpack_gathered
 from steelyard.packing.layout import FP8_MULTIPLES
 from steelyard.packing.params import HostPackedSeqParams, layout_of
 
@@ -137,6 +138,34 @@ def test_every_length_from_one_to_four_times_the_alignment(tp, cp):
         assert layout.total - length < alignment
 
 
+@given(cases())
+def test_long_stretches_move_like_single_tokens(case):
+    rows, mask, tp, cp = case
+    flat = torch.cat([pack(rows, layout) for layout in layouts(mask, tp, cp)])
+
+    def everything(layout):
+        leaf = rows.clone().requires_grad_()
+        part = flat.chunk(cp)[layout.cp_rank].clone().requires_grad_()
+        results = [
+            pack(leaf, layout),
+            next_token_labels(rows[..., 0].long(), layout),
+            compact(leaf, layout, layout.max_seqlen),
+            unpack(part, layout, rows.size(1)),
+            unpack_gathered(flat, layout, rows.size(1)),
+        ]
+        weights = [torch.arange(one.numel(), dtype=torch.float64).view(one.shape) for one in results]
+        sum((one * weight).sum() for one, weight in zip(results, weights, strict=True)).backward()
+        return [*results, leaf.grad, part.grad]
+
+    for layout in layouts(mask, tp, cp):
+        with mock.patch.object(segments, "LEAST_MEAN_TOKENS", 0), mock.patch.object(segments, "ZERO_ELEMENTS", 4):
+            stretches = everything(layout)
+        with mock.patch.object(segments, "LEAST_MEAN_TOKENS", 10**9):
+            tokens = everything(layout)
+        assert all(torch.equal(one, other) for one, other in zip(stretches, tokens, strict=True))
+        assert torch.equal(tokens[4], rows * torch.from_numpy(mask).unsqueeze(-1)), "the parts of all ranks"
+
+
 @given(cases(), st.sampled_from(sorted(FP8_MULTIPLES)))
 def test_fp8_padding_is_bounded_and_gives_every_rank_whole_multiples(case, recipe):
     _, mask, tp, cp = case
@@ -230,6 +259,6 @@ def test_rows_without_tokens_and_single_rows_are_defined(rows):
 
 
 def test_offsets_do_not_overflow_32_bits_on_the_host():
-    layout = PackedLayout(np.array([2**31, 5]), np.zeros(0, np.int64), np.array([2**31, 8]))
+    layout = PackedLayout.of([2**31, 5], tp=8)
     assert layout.total == 2**31 + 8
     assert layout.cu_seqlens[-1] == 2**31 + 5

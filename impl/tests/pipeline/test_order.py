@@ -90,3 +90,7 @@ def test_a_profile_with_room_to_spare_has_far_less_overhead_than_equal_sizes() -
     ideal = work * 3 / 4
     assert time / ideal - 1 < 0.08
     assert 3 / count > 0.12
+
+
+def test_work_too_small_to_divide_by_is_ordered_too() -> None:
+    assert sorted(best_order([2e-311, 1e-311, 3e-311], Pipeline(4, p2p=0.2))) == [0, 1, 2]
