@@ -1,6 +1,4 @@
 """Counts the bytes of tensors that are alive, on any device and on fake tensors: what a step needs of memory."""
-allocator.
-"""
 
 from __future__ import annotations
 
