@@ -1,37 +1,45 @@
-"""Runs a program of this folder on ranks with torchrun, as a user would."""
+"""Runs functions of on_ranks.py on gloo ranks: processes forked from one that has imported torch and megatron-core."""
 
 import contextlib
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent
+# Children import the module by name.
+sys.path.insert(0, str(Path(__file__).parent))
+import on_ranks
 
 
 @pytest.fixture
-def torchrun():
+def ranks(tmp_path):
     def run(function: str, world: int, *arguments: str, time_limit: float = 120) -> str:
-        """Call ``function`` of on_ranks.py on ``world`` ranks and return what they printed, or fail with it."""
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        process = subprocess.Popen(
-            [*command, str(FOLDER / "on_ranks.py"), function, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=time_limit)
-        finally:
-            # Ranks that wait for each other would outlive their launcher.
+        """Call ``function`` of on_ranks.py on ``world`` ranks; return what they printed, or fail with it."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["on_ranks", "steelyard.step", "steelyard.model.build"])
+        processes = [
+            context.Process(target=on_ranks.main, args=(function, arguments, rank, world, str(tmp_path)))
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + time_limit
+        while any(process.exitcode is None for process in processes) and time.monotonic() < deadline:
+            if any(process.exitcode for process in processes):
+                # Peers of a failed rank get a moment to tell their side.
+                deadline = min(deadline, time.monotonic() + 2.0)
+            time.sleep(0.05)
+        codes = [process.exitcode for process in processes]
+        for process in processes:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        assert process.returncode == 0, output[-8000:]
+                os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        output = "".join(path.read_text(errors="replace") for path in sorted(tmp_path.glob("*.log")))
+        assert codes == [0] * world, f"exit codes {codes}\n{output[-8000:]}"
         return output
 
     return run

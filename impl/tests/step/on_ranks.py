@@ -1,6 +1,8 @@
-"""What the tests of this folder run on ranks: ``torchrun on_ranks.py FUNCTION [ARGUMENT ...]``."""
+"""What the tests of this folder run on ranks; conftest.py starts them."""
 
+import os
 import sys
+import traceback
 
 import numpy as np
 import pytest
@@ -67,9 +69,8 @@ def plans_itself_with_unequal_rows():
     gathered = [None] * 2
     dist.all_gather_object(gathered, metrics)
     assert gathered[0] == gathered[1], gathered
-    assert set(metrics) == {
-        f"actor/{name}" for name in ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "grad_norm", "lr")
-    }
+    names = ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "ratio_max", "grad_norm", "lr")
+    assert set(metrics) == {f"actor/{name}" for name in names}
 
 
 def refuses_a_long_row_on_every_rank():
@@ -451,10 +452,22 @@ def scores_at_the_last_token():
     assert every[1, 0] != 0, "a score stands at the token itself, so the first token of a row has one"
 
 
-if __name__ == "__main__":
+def main(function, arguments, rank, world, folder):
+    """One rank: its output goes to a file, and it exits with 1 where the function raises."""
+    log = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
     torch.set_num_threads(1)
-    with host.running_on("cpu"):
-        dist.init_process_group("gloo")
-        globals()[sys.argv[1]](*sys.argv[2:])
-        dist.barrier()
-        dist.destroy_process_group()
+    try:
+        with host.running_on("cpu"):
+            store = dist.FileStore(f"{folder}/store", world)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+            globals()[function](*arguments)
+            dist.barrier()
+            dist.destroy_process_group()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        # Threads of the process group may still wait for peers: leave without them.
+        os._exit(1)
+    sys.stdout.flush()

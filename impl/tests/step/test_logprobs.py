@@ -166,8 +166,8 @@ def test_nothing_is_read_back():
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_vocabulary_split_over_ranks_changes_nothing(torchrun, world):
-    torchrun("scores_a_split_vocabulary", world)
+def test_a_vocabulary_split_over_ranks_changes_nothing(ranks, world):
+    ranks("scores_a_split_vocabulary", world)
 
 
 @pytest.mark.parametrize(
