@@ -115,13 +115,13 @@ def verify_digest(plan: MicroBatchPlan | str, *groups: ProcessGroup) -> None:
         groups: whose product are the peers, such as the tensor-and-pipeline group and the context-parallel group: what
             one exchange found goes into the next, so that all peers know of a difference anywhere, and none waits.
     """
-    held = [plan if isinstance(plan, str) else plan.digest]
+    held = [(dist.get_rank(), plan if isinstance(plan, str) else plan.digest)]
     for group in groups:
-        held = [digest for found in gather(held, group) for digest in found]
-    if len(set(held)) <= 1:
+        held = [one for found in gather(held, group) for one in found]
+    if len({digest for _, digest in held}) <= 1:
         return
-    shown = ", ".join(f"{digest[:12]} on {held.count(digest)}" for digest in dict.fromkeys(held))
+    shown = ", ".join(f"rank {rank}: {digest[:12]}" for rank, digest in sorted(held))
     raise PlanMismatch(
-        f"model-parallel peers hold different plans ({shown} of {len(held)} peers): plan from the same lengths, in the "
-        f"same order, with the same settings on each of them"
+        f"model-parallel peers hold different plans ({shown}): plan from the same lengths, in the same order, with the "
+        f"same settings on each of them"
     )
