@@ -9,8 +9,9 @@ every planner:
 - ``time_over_ideal``: predicted time of the slowest rank on the cell's pipeline over the busy time of the mean stage,
   which counts the rows alone, so that more micro-batches are not for free where they cost something;
 - ``planning_ms``: time of planning on one core, taken turn by turn: processor time, which other work on the machine
-  disturbs least. Where ranks plan at the same time only the slowest counts; Steelyard's planner plans the whole step on
-  every rank, so all of its time counts.
+  disturbs least. Garbage of the planner before is collected first; the collections that a planner causes itself are
+  part of its time, as in a trainer. Where ranks plan at the same time only the slowest counts; Steelyard's planner
+  plans the whole step on every rank, so all of its time counts.
 
 A planner that stops with an error (``RefusedError``) or plans a count that Megatron refuses has an infinite time.
 Steelyard's must keep the cap; without a pipeline its count, with one its predicted time must not be above that of any
@@ -19,6 +20,8 @@ other planner that keeps the cap. Work is ``24576 * s + s * s`` for all, plus ``
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import time
 from dataclasses import dataclass
@@ -130,23 +133,26 @@ def _chosen(cell: Cell) -> list[str]:
 
 def _ask(name: str, task: Task) -> tuple[Hands | None, float, int]:
     """The plan (None if refused), milliseconds, and the bound that Steelyard's planner proves (0 from others)."""
-    clock, bound = Clock(), 0
-    if name == OURS:
-        cost = Cost(task.fixed) if task.fixed else None
-        start = time.process_time()
-        plans = plan_step(task.lengths, task.max_tokens, task.ranks, pipeline=task.pipeline, cost=cost)
-        seconds = time.process_time() - start
-        hands: Hands | None = [plan.indices for plan in plans]
-        bound = plans[0].lower_bound
-    else:
-        lengths = task.lengths.tolist()
-        start = time.process_time()
-        try:
-            hands = PLANNERS[name](lengths, task.max_tokens, task.ranks, task.pipeline, clock)
-        except RefusedError:
-            hands = None
-        seconds = time.process_time() - start
-    return hands, 1000 * (seconds - clock.saved), bound
+    gc.collect()
+    return _ask_ours(task) if name == OURS else _ask_other(name, task)
+
+
+def _ask_ours(task: Task) -> tuple[Hands | None, float, int]:
+    cost = Cost(task.fixed) if task.fixed else None
+    start = time.process_time()
+    plans = plan_step(task.lengths, task.max_tokens, task.ranks, pipeline=task.pipeline, cost=cost)
+    seconds = time.process_time() - start
+    return [plan.indices for plan in plans], 1000 * seconds, plans[0].lower_bound
+
+
+def _ask_other(name: str, task: Task) -> tuple[Hands | None, float, int]:
+    lengths, clock = task.lengths.tolist(), Clock()
+    hands: Hands | None = None
+    start = time.process_time()
+    with contextlib.suppress(RefusedError):
+        hands = PLANNERS[name](lengths, task.max_tokens, task.ranks, task.pipeline, clock)
+    seconds = time.process_time() - start
+    return hands, 1000 * (seconds - clock.saved), 0
 
 
 def _score(hands: Hands | None, milliseconds: float, task: Task) -> Score:

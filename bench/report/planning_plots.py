@@ -18,15 +18,24 @@ from bench.summary import CellRecords, Summary
 
 MARKS = "sDv^<>PXph*d"
 BREAKS = "#999999"
+TIMES = (1, 1.2, 1.5, 2, 3, 5, 8)
+APART = 1.12  # how far cells with and without a pipeline stand to the sides of their number of rows
 Rows = list[tuple[CellRecords, Scoreboard]]
+Figure = Callable[[PlannerScore], float | None]
 
 
 def count_plot(summary: Summary, folder: Path) -> Plot | None:
-    """Micro-batches over the proven bound, per cell."""
-    rows = [(cell, board) for cell, board in summary.planning if board.ours and board.ours.bound]
-    title = "Micro-batches against the proven bound"
-    label = "micro-batches over what no plan within the cap goes below (below 1: the cap is broken)"
-    return _dots(rows, folder, "planning_count.png", title, label, _count_over_bound)
+    """Micro-batches over the proven bound, per cell without a pipeline: with one, more of them can be faster."""
+    rows = [(cell, board) for cell, board in summary.planning if board.stages == 1 and board.ours and board.ours.bound]
+
+    def draw(axes: Axes) -> None:
+        axes.axvline(1.0, color=NEUTRAL, linewidth=1)
+        _dots(axes, rows, _count_over_bound)
+        axes.set_xlabel("micro-batches over the bound; below 1 only by breaking the cap")
+        legend(axes, _handles(rows), columns=4)
+
+    title = "Micro-batches against the proven bound, without a pipeline"
+    return save(folder, "planning_count.png", title, _alt(rows, _count_over_bound), len(rows), draw)
 
 
 def _count_over_bound(one: PlannerScore) -> float | None:
@@ -36,45 +45,21 @@ def _count_over_bound(one: PlannerScore) -> float | None:
 def time_plot(summary: Summary, folder: Path) -> Plot | None:
     """Predicted time over ideal, per cell with a pipeline."""
     rows = [(cell, board) for cell, board in summary.planning if board.stages > 1 and board.ours]
-    title = "Predicted time of the step on the pipeline"
-    label = "predicted time of the slowest rank over ideal, logarithmic (left is better)"
-    return _dots(rows, folder, "planning_time.png", title, label, lambda one: one.time, predicted=True)
-
-
-def _dots(
-    rows: Rows,
-    folder: Path,
-    file: str,
-    title: str,
-    label: str,
-    figure: Callable[[PlannerScore], float | None],
-    predicted: bool = False,
-) -> Plot | None:
-    """One line per cell, with a mark for every planner."""
 
     def draw(axes: Axes) -> None:
-        for y, (_, board) in enumerate(rows):
-            for one, mark in _marked(board, _marks(rows)):
-                value = figure(one)
-                if value is not None:
-                    axes.plot(value, y, mark, **_style(one, predicted))
-        if predicted:  # ratios from 1 to 10, most of them near 1
-            axes.set_xscale("log")
-            ticks = [1, 1.1, 1.2, 1.5, 2, 3, 5, 8]
-            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
-            axes.set_xticks([], minor=True)
-        else:
-            axes.axvline(1.0, color=NEUTRAL, linewidth=1)
-        axes.set_xlabel(label)
-        label_rows(axes, [cell for cell, _ in rows])
-        legend(axes, _handles(rows, predicted), columns=4)
+        _dots(axes, rows, _time, predicted=True)
+        axes.set_xscale("log")
+        axes.set_xticks(TIMES, [f"{tick:g}" for tick in TIMES], minor=False)
+        axes.set_xticks([], minor=True)
+        axes.set_xlabel("predicted time of the slowest rank over ideal, logarithmic (left is better)")
+        legend(axes, _handles(rows, predicted=True), columns=4)
 
-    alt = "; ".join(
-        f"{' '.join(cell.label)}: " + ", ".join(f"{one.planner} {figure(one):.3f}" for one in board.planners
-                                                if figure(one) is not None)
-        for cell, board in rows
-    )  # fmt: skip
-    return save(folder, file, title, alt, len(rows), draw)
+    title = "Predicted time of the step on the pipeline"
+    return save(folder, "planning_time.png", title, _alt(rows, _time), len(rows), draw)
+
+
+def _time(one: PlannerScore) -> float | None:
+    return one.time
 
 
 def milliseconds_plot(summary: Summary, folder: Path) -> Plot | None:
@@ -83,26 +68,48 @@ def milliseconds_plot(summary: Summary, folder: Path) -> Plot | None:
 
     def draw(axes: Axes) -> None:
         for _, board in rows:
+            at = board.rows * (APART if board.stages > 1 else 1 / APART)
             for one, mark in _marked(board, _marks(rows)):
                 if one.milliseconds:
-                    axes.plot(board.rows, one.milliseconds, mark, **_style(one))
+                    axes.plot(at, one.milliseconds, mark, **_style(one))
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.set_xlabel("rows of the step, over all data-parallel ranks")
-        axes.set_ylabel("planning time in ms, median of the draws")
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.set_xlabel("rows of the step; left of the line without a pipeline, right of it with one")
+        axes.set_ylabel("planning time on one core in ms")
+        sizes = sorted({board.rows for _, board in rows})
+        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="#DDDDDD", linewidth=0.8)
         axes.set_axisbelow(True)
         legend(axes, _handles(rows), columns=4)
 
-    alt = "; ".join(
-        f"{' '.join(cell.label)}: " + ", ".join(f"{one.planner} {one.milliseconds:.3g} ms" for one in board.planners
-                                                if one.milliseconds is not None)
-        for cell, board in rows
-    )  # fmt: skip
-    return save(folder, "planning_ms.png", "Planning time", alt, 9 if rows else 0, draw)
+    return save(folder, "planning_ms.png", "Planning time", _alt(rows, _ms), 9 if rows else 0, draw)
+
+
+def _ms(one: PlannerScore) -> float | None:
+    return one.milliseconds
+
+
+def _dots(axes: Axes, rows: Rows, figure: Figure, *, predicted: bool = False) -> None:
+    """One line per cell, with a mark for every planner."""
+    for y, (_, board) in enumerate(rows):
+        for one, mark in _marked(board, _marks(rows)):
+            value = figure(one)
+            if value is not None:
+                axes.plot(value, y, mark, **_style(one, predicted))
+    label_rows(axes, [cell for cell, _ in rows])
+
+
+def _alt(rows: Rows, figure: Figure) -> str:
+    """Steelyard's figure in each cell, and the best of the others that keep the cap."""
+    texts = []
+    for cell, board in rows:
+        others = [one for one in board.planners if not one.ours and one.keeps_cap and figure(one) is not None]
+        shown = [one for one in (board.ours, min(others, key=figure, default=None)) if one and figure(one) is not None]
+        texts.append(f"{' '.join(cell.label)}: " + ", ".join(f"{one.planner} {figure(one):.4g}" for one in shown))
+    return "; ".join(texts)
 
 
 def _marks(rows: Rows) -> dict[str, str]:
@@ -118,7 +125,7 @@ def _marked(board: Scoreboard, marks: dict[str, str]) -> Iterator[tuple[PlannerS
 
 
 def _style(one: PlannerScore, predicted: bool = False) -> dict[str, object]:
-    colour = OPTIMISED if one.ours else NAIVE if one.keeps_cap else BREAKS
+    colour = OPTIMISED if one.ours else BREAKS if one.over_cap else NAIVE
     return {
         "markersize": 9 if one.ours else 7,
         "markerfacecolor": "none" if predicted else colour,
@@ -130,15 +137,15 @@ def _style(one: PlannerScore, predicted: bool = False) -> dict[str, object]:
 
 
 def _handles(rows: Rows, predicted: bool = False) -> list[Line2D]:
-    """Ours first; a planner is shown in the colour of its worst cell."""
-    marks, worst = _marks(rows), {}
+    """Ours first; a planner that breaks the cap in some cell is grey here."""
+    marks, shown = _marks(rows), {}
     for _, board in rows:
         for one in board.planners:
-            if one.planner not in worst or not one.keeps_cap:
-                worst[one.planner] = one
-    ordered = sorted(worst.values(), key=lambda one: not one.ours)
+            if one.planner not in shown or one.over_cap:
+                shown[one.planner] = one
+    ordered = sorted(shown.values(), key=lambda one: not one.ours)
     handles = [
         Line2D([], [], marker=marks.get(one.planner, "o"), label=one.planner, **_style(one, predicted))
         for one in ordered
     ]
-    return [*handles, Line2D([], [], marker="s", linestyle="none", color=BREAKS, label="grey: breaks the cap")]
+    return [*handles, Line2D([], [], marker="None", linestyle="none", label="grey: breaks the cap")]

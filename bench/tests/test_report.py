@@ -109,9 +109,9 @@ def test_a_run_that_was_cut_off_is_incomplete_and_says_so(mixed_run: Path) -> No
 
 def test_planners_have_a_scoreboard_and_those_that_break_the_cap_are_not_the_best(add_suite, weigh) -> None:
     add_suite("planning", lambda cell, device: planning_series())
-    folder = weigh(make_cell("planning", layout=Layout(pp=4)))
+    folder = weigh(*(make_cell("planning", layout=Layout(pp=pp)) for pp in (1, 4)))
     page = report(folder)
-    assert page.startswith("**Passed: 1 of 1 cells passed; predicted time of the plans at worst 0.950 of the best")
+    assert page.startswith("**Passed: 2 of 2 cells passed; predicted time of the plans at worst 0.950 of the best")
     assert "| 20.0 | 20.0 | 21.0 FFD+KK | 1.150 | 1.250 FFD+KK | 0.950 | 3 [3] | 90 |" in page
     rows = [line for line in page.splitlines() if line.startswith("| rl-code-16k-cap pp4 4 rows |")]
     assert [line.split(" | ")[1:4] for line in rows] == [

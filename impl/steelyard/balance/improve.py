@@ -104,7 +104,7 @@ NONE, ALL, FEW = -1, -1, -2
 def improve(step: Step, items: Items, pipeline: Pipeline, budget: int) -> int:
     """Make moves until none looked at helps or ``budget`` simulated passes are spent; returns what is left of it."""
     turn, each = 0, program(step.work.shape[1], pipeline).size
-    while budget > 0:
+    while budget >= WIDTH * each:  # a smaller sample finds next to nothing
         turn += 1
         top = int(np.argmax(step.times))
         slope = slopes(step.work[top].astype(np.float64), pipeline)

@@ -16,6 +16,7 @@ Invariants, each with a test of its own:
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -39,8 +40,9 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 
-# Evaluations spent on saving micro-batches; fewer per item in large batches, where one saved matters less.
+# Evaluations spent on saving micro-batches, up to ``REPACKED`` items; beyond that fewer, as one saved matters less.
 REPACKING = 60_000
+REPACKED = 1_024
 
 
 def plan_step(
@@ -184,7 +186,8 @@ def pack_items(batch: Batch, settings: Settings, ranks: int = 1) -> Packed:
 
     reduced = forced_bins(rest, settings.cap)
     bound = legal(count_lower_bound(rest, settings.cap, reduced))
-    budget = REPACKING * 1024 // max(1024, len(rest))
+    size = max(REPACKED, len(rest))
+    budget = REPACKING * REPACKED // size * math.isqrt(REPACKED) // math.isqrt(size)
     bins = pack(rest, settings.cap, target=bound * ranks - extra, budget=budget, reduced=reduced)
     return Packed(bins, legal(len(bins)), bound)
 

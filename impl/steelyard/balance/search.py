@@ -33,6 +33,7 @@ Floats = NDArray[np.float64]
 MORE = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # micro-batches beyond the least count that are looked at
 TRIED = 4  # pairs of count and profile that are levelled and simulated, in batches of up to ``ROWS``; fewer beyond
 ROWS = 4_096
+MANY = 256  # micro-batches of a rank beyond which fewer starts are tried
 FLAT = 3  # counts that are levelled without a profile
 PAIRS = 400_000  # pairs of items offered to levelling
 PASSES = 500_000  # simulated passes that moves may cost a step
@@ -56,7 +57,7 @@ def arrange(batch: Batch, settings: Settings, ranks: int, least: int, packed: Bi
         starts = [_flat(batch, settings, pipeline, ranks, least, packed)]
     else:
         starts = _starts(batch, settings, pipeline, ranks, counts, packed)
-        starts += [_as_packed(batch, settings, ranks, count, packed) for count in counts]
+        starts += [_as_packed(batch, settings, ranks, count, packed) for count in counts[: _few(len(counts), least)]]
     tried = [Step.of(hands, items, pipeline) for hands in starts]
     tried.sort(key=lambda one: float(one.times.max()))
     budget = PASSES
@@ -66,13 +67,19 @@ def arrange(batch: Batch, settings: Settings, ranks: int, least: int, packed: Bi
     return min(tried, key=lambda one: float(one.times.max())).hands
 
 
+def _few(most: int, count: int) -> int:
+    """Up to ``most``, and less where a rank has so many micro-batches that there is little overhead left to save."""
+    return max(1, min(most, most * MANY // count))
+
+
 def _starts(
     batch: Batch, settings: Settings, pipeline: Pipeline, ranks: int, counts: list[int], packed: Bins
 ) -> list[list[Bins]]:
     """Level work on the least count and on the most promising other ones, and the most promising profiles."""
     totals = Totals.of(batch, settings.cap, ranks, batch.quantum)
-    promising = _promising(totals, pipeline, counts, max(1, min(TRIED, TRIED * ROWS // len(batch.items))))
-    flat = list(dict.fromkeys([counts[0], *map(len, promising)]))[:FLAT]
+    tries = min(TRIED, TRIED * ROWS // len(batch.items))
+    promising = _promising(totals, pipeline, counts, _few(tries, counts[0]))
+    flat = list(dict.fromkeys([counts[0], *map(len, promising)]))[: _few(FLAT, counts[0])]
     return [
         *(_flat(batch, settings, pipeline, ranks, count, packed) for count in flat),
         *(_shaped(batch, settings, ranks, sizes, packed) for sizes in promising),
