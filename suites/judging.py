@@ -38,7 +38,8 @@ Share = tuple[list[int], MicroBatchPlan | None]
 
 # Below a thousandth of the whole gradient's norm float32 holds no digits of a single gradient.
 GRADIENT_FLOOR = 1e-3
-METRIC_FLOOR = 1e-2
+# Metrics below a tenth are compared absolutely: a mean of log-ratios is a difference of numbers a hundred times larger.
+METRIC_FLOOR = 0.1
 LEARNING_RATE = 1e-4
 TEMPERATURE = 0.9
 # Where log-ratios and value differences may lie: away from the edges of clipping, where rounding would decide.
@@ -101,12 +102,12 @@ class Case:
     verdicts: dict[LossOptions, reference.JudgeResult] = field(default_factory=dict)
 
 
-def make_case(cell: Cell, options: Sequence[LossOptions]) -> Case:
-    """The case of a cell, the same on every rank; rank 0 asks the judge."""
+def make_case(cell: Cell, options: Sequence[LossOptions], sample: LengthSample | None = None) -> Case:
+    """The case of a cell, or of other lengths; the same on every rank. Rank 0 asks the judge."""
     fields = {name: getattr(cell.model.shape(), name) for name in (*SHAPE_FIELDS, "rope_theta", "norm_eps")}
     config = reference.ReferenceConfig.from_fields({**fields, "value_head": cell.role != "actor"})
     weights = reference.init_weights(config, cell.seed)
-    sample = cell.draw()
+    sample = cell.draw() if sample is None else sample
     batch = make_batch(sample, cell.model.vocab, cell.seed, holes=0.1)
     shared: list = [None, None, None]
     if dist.get_rank() == 0:
@@ -256,7 +257,8 @@ def gradient_error(models: list[torch.nn.Module], case: Case, verdict: reference
         for name, (difference, norm) in share.items():
             differences[name] += difference
             norms[name] += norm
-    floor = GRADIENT_FLOOR * math.sqrt(sum(norms.values()))
+    # Without a token in the mask every gradient is zero, and must be.
+    floor = max(GRADIENT_FLOOR * math.sqrt(sum(norms.values())), 1e-12)
     return _worst({name: math.sqrt(differences[name]) / max(math.sqrt(norms[name]), floor) for name in norms})
 
 

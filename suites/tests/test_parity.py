@@ -6,6 +6,7 @@ import itertools
 import pytest
 
 from suites import parity
+from suites.launch.local import run_ranks
 from suites.matrix import Cell, Layout, Sizes
 
 SIZES = Sizes(layers=4, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=96)
@@ -85,3 +86,10 @@ def test_normalised_queries_and_keys_without_bias_agree_under_tensor_parallelism
     qwen3_like = SIZES.model_copy(update={"qk_norm": True, "qkv_bias": False})
     found = worst(parity.measure(cell(layout={"tp": 2}, model=qwen3_like), device="cpu"))
     assert found["parity_max_error"][0] < parity.LIMIT, found
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_ragged_batches_that_hypothesis_draws_agree_with_the_judge(role):
+    found = run_ranks("suites.tests.ragged:against_the_judge", 1, cell(role).model_dump(), time_limit=200, device="cpu")
+    assert found["draws"] >= 30
+    assert found["worst"] < parity.LIMIT

@@ -441,6 +441,19 @@ def finds_a_peer_with_other_micro_batches():
     dist.barrier()
 
 
+def runs_a_legal_remainder():
+    """Six micro-batches in groups of four on two stages of two chunks: a remainder of two, which Megatron takes."""
+    from steelyard.step import Critic, StepSettings
+
+    layout = ParallelLayout(pp=2, vpp=2, group=4)
+    models, optimizer = make(layout, value_head=True)
+    batch = rollouts(PROMPTS, RESPONSES).select(range(6))
+    whole = Critic(models, StepSettings(max_tokens=64, layout=layout)).compute_values(batch)
+    critic = Critic(models, StepSettings(micro_batch_size=1, layout=layout), optimizer)
+    torch.testing.assert_close(critic.compute_values(batch), whole, rtol=1e-5, atol=1e-5)
+    assert critic.update(batch)["critic/grad_norm"] > 0
+
+
 def scores_at_the_last_token():
     from steelyard.step import Reward, StepSettings
 

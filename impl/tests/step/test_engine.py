@@ -72,6 +72,10 @@ def test_a_model_parallel_peer_with_other_micro_batches_is_found_before_any_work
     ranks("finds_a_peer_with_other_micro_batches", 4)
 
 
+def test_a_count_with_a_legal_remainder_runs_on_virtual_stages(ranks):
+    ranks("runs_a_legal_remainder", 2)
+
+
 def test_scores_stand_at_the_last_token_of_each_row(ranks):
     ranks("scores_at_the_last_token", 1)
 
