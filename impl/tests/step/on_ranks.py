@@ -454,6 +454,21 @@ def runs_a_legal_remainder():
     assert critic.update(batch)["critic/grad_norm"] > 0
 
 
+def keeps_no_graph():
+    """Outputs and totals that stay from one micro-batch to the next hold no activation, also where gradients are on."""
+    from steelyard.step import ActorRole, StepSettings, forward_backward_batch
+
+    models, _ = make(ParallelLayout())
+    for forward_only in (True, False):
+        settings = StepSettings(micro_batch_size=2)
+        kept = forward_backward_batch(
+            rollouts(PROMPTS, RESPONSES), ActorRole(), models, settings, forward_only=forward_only
+        )
+        tensors = [value for part in kept["output"] for value in part.values() if isinstance(value, torch.Tensor)]
+        assert tensors
+        assert not any(tensor.requires_grad for tensor in tensors)
+
+
 def scores_at_the_last_token():
     from steelyard.step import Reward, StepSettings
 

@@ -76,6 +76,10 @@ def test_a_count_with_a_legal_remainder_runs_on_virtual_stages(ranks):
     ranks("runs_a_legal_remainder", 2)
 
 
+def test_what_is_kept_of_a_micro_batch_carries_no_graph(ranks):
+    ranks("keeps_no_graph", 1)
+
+
 def test_scores_stand_at_the_last_token_of_each_row(ranks):
     ranks("scores_at_the_last_token", 1)
 
