@@ -11,6 +11,7 @@ from matplotlib.patches import Patch
 
 from bench.report.frame import LIMIT, NAIVE, NAIVE_HATCH, NEUTRAL, OPTIMISED, Plot, label_rows, legend, save
 from bench.report.packing_plots import packing_plot
+from bench.report.parity_heat import parity_heat
 from bench.report.planning_plots import count_plot, milliseconds_plot, time_plot
 from bench.summary import Summary, error_text
 from suites.measure import Source
@@ -21,7 +22,16 @@ SMALLEST_ERROR, LARGEST_ERROR = 1e-30, 1e9  # the scale on which errors are draw
 
 def draw_all(summary: Summary, folder: Path) -> list[Plot]:
     """Draw every picture that has data into ``folder``."""
-    pictures = (ratio_plot, tokens_plot, parity_plot, count_plot, time_plot, milliseconds_plot, packing_plot)
+    pictures = (
+        ratio_plot,
+        tokens_plot,
+        parity_plot,
+        parity_heat,
+        count_plot,
+        time_plot,
+        milliseconds_plot,
+        packing_plot,
+    )
     return [plot for draw in pictures if (plot := draw(summary, folder))]
 
 

@@ -48,7 +48,7 @@ def test_verdict_comes_first(mixed_run: Path) -> None:
 
 def test_pictures_are_there_and_linked_by_relative_path(mixed_run: Path) -> None:
     linked = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", report(mixed_run))
-    assert linked == ["ratio.png", "tokens.png", "parity.png"]
+    assert linked == ["ratio.png", "tokens.png", "parity.png", "parity_heat.png"]
     for name in linked:
         assert image.imread(mixed_run / name).std() > 0.01
 
