@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from steelyard.balance import MicroBatchPlan
-from steelyard.cost import ModelShape
 from steelyard.lengths import LengthSample
 from steelyard.model.build import build_model, build_optimizer
 from steelyard.parallel import ParallelLayout
@@ -185,15 +184,15 @@ class Models:
 
 def build_models(cell: Cell, layout: ParallelLayout) -> Models:
     """Both models of a cell; ``compare`` puts the judge's weights into them."""
-    distributed = build(cell.model.shape(), cell, layout, distributed=True)
-    plain = build(cell.model.shape(), cell, layout, distributed=False)
+    distributed = _build(cell, layout, distributed=True)
+    plain = _build(cell, layout, distributed=False)
     return Models(plain, distributed, build_optimizer(distributed, lr=LEARNING_RATE))
 
 
-def build(shape: ModelShape, cell: Cell, layout: ParallelLayout, *, distributed: bool) -> list[torch.nn.Module]:
+def _build(cell: Cell, layout: ParallelLayout, *, distributed: bool) -> list[torch.nn.Module]:
     """The cell's model, with gradients whole or spread over data-parallel ranks."""
     return build_model(
-        shape,
+        cell.model.shape(),
         layout,
         dtype=DTYPES[cell.dtype],
         value_head=cell.role != "actor",

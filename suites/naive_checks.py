@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -37,8 +36,7 @@ def mean_of_means_error(
         multiple_of=layout.tp if layout.sequence_parallel else 1,
         temperature=judging.TEMPERATURE,
     )
-    error = judging.gradient_error(models.plain, case, case.verdicts[options]).error
-    return error if math.isfinite(error) else math.inf
+    return judging.gradient_error(models.plain, case, case.verdicts[options]).error
 
 
 def peak_growth(cell: Cell, models: judging.Models) -> dict[str, float]:

@@ -160,8 +160,11 @@ def forward_backward_batch(
         indices = indices.positions
     chosen = [list(part) for part in (plan(rollouts, settings) if indices is None else indices)]
     _compare_with_peers(chosen, rollouts, layout)
-    weights = role.aggregation.weights(rollouts.response_mask)
-    denominator = role.aggregation.denominator(_global_totals(rollouts)).float()
+    if forward_only:
+        weights, denominator = torch.zeros_like(rollouts.response_mask), torch.ones((), device=device)
+    else:
+        weights = role.aggregation.weights(rollouts.response_mask)
+        denominator = role.aggregation.denominator(_global_totals(rollouts)).float()
 
     def micro_batches() -> Iterator[tuple[int, MicroBatch]]:
         for number, rows in enumerate(chosen):
