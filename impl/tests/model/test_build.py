@@ -8,7 +8,8 @@ from steelyard.cost import ModelShape
 from steelyard.errors import InputError, LayoutError, ShapeError
 from steelyard.model import host
 from steelyard.model.attention import PackedAttention
-from steelyard.model.build import build_model, transformer_config
+from steelyard.model.build import build_model
+from steelyard.model.config import transformer_config
 from steelyard.model.ddp import DEFAULTS, resolve_ddp_config
 from steelyard.parallel import ParallelLayout
 

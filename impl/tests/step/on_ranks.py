@@ -95,7 +95,7 @@ def refuses_an_illegal_fixed_count():
 
 
 def refuses_virtual_stages_without_overlap():
-    from steelyard.model.build import transformer_config
+    from steelyard.model.config import transformer_config
 
     with pytest.raises(InputError, match="set overlap_p2p_comm=True and batch_p2p_comm=False"):
         transformer_config(SHAPE, ParallelLayout(pp=2, vpp=2), overrides={"overlap_p2p_comm": False})

@@ -1,0 +1,73 @@
+"""The layers that models are built from where TransformerEngine is not needed: norm, value head and layer spec.
+
+megatron-core's local layers with ``PackedAttention`` as core attention and ``RMSNorm`` below, which knows about
+sequence parallelism (megatron-core's local norm refuses it).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from steelyard.model.attention import PackedAttention, PackedSelfAttention
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm whose weight is marked for the gradient sum over tensor-parallel ranks under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: object) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - not declared by torch
+
+
+class ValueHead(torch.nn.Module):
+    """One value per token, in place of the output layer: [S, B, hidden] -> [S, B, 1], float32.
+
+    Under sequence parallelism each rank computes the values of its tokens and the ranks gather them.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel
+        weight = torch.empty(1, config.hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        torch.nn.init.normal_(weight, std=config.init_method_std)
+        self.weight = torch.nn.Parameter(weight)
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+    def forward(
+        self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[torch.Tensor, None]:
+        values = F.linear(hidden, self.weight).float()
+        if self.sequence_parallel:
+            # Every rank goes on with all the values, so the gradient needs splitting, not summing.
+            values = tensor_parallel.gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+def layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """megatron-core's local layer with packed self-attention and the norm of this module."""
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.self_attention.module = PackedSelfAttention
+    attention = layer.self_attention.submodules
+    attention.core_attention = core_attention()
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec
+
+
+def core_attention() -> type:
+    """TransformerEngine's attention where it is installed and the model runs on CUDA, else ours."""
+    on_cuda = torch.device(torch.cuda.current_device()).type == "cuda"
+    if on_cuda and importlib.util.find_spec("transformer_engine"):
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        return TEDotProductAttention
+    return PackedAttention
