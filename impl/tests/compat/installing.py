@@ -17,6 +17,7 @@ from verl.utils import tensordict_utils
 
 import steelyard.compat.verl as compat
 from steelyard.compat.verl.models.mcore import util as packing
+from steelyard.compat.verl.utils import memory_utils as memory
 from steelyard.compat.verl.utils import seqlen_balancing as ours
 from steelyard.errors import InputError
 
@@ -136,6 +137,20 @@ def verls_own_models_pack_with_steelyard():
     assert forward.preprocess_thd_engine is replay.preprocess_thd_engine is originals["preprocess_thd_engine"]
 
 
+def verls_workers_empty_the_cache_with_steelyard():
+    util = importlib.import_module("verl.utils.memory_utils")
+    originals = {name: vars(util)[name] for name in memory.__all__}
+    late = types.ModuleType("late")
+    late.aggressive_empty_cache = util.aggressive_empty_cache  # as verl.workers.engine_workers has it
+    sys.modules["late"] = late
+    compat.install()
+    for name in memory.__all__:
+        assert vars(util)[name].__wrapped__ is vars(memory)[name], name
+    assert late.aggressive_empty_cache is util.aggressive_empty_cache
+    compat.uninstall()
+    assert all(vars(util)[name] is original for name, original in originals.items())
+
+
 def stand_ins_travel_by_name():
     compat.install()
     sent = pickle.dumps(theirs.rearrange_micro_batches)
@@ -179,6 +194,7 @@ SCENARIOS = (
     installing_twice_is_installing_once,
     verls_own_engine_plans_with_steelyard,
     verls_own_models_pack_with_steelyard,
+    verls_workers_empty_the_cache_with_steelyard,
     stand_ins_travel_by_name,
     another_version_is_refused,
     a_changed_verl_is_refused,

@@ -43,6 +43,7 @@ def raised() -> dict[str, str]:
         "a_reloaded_module_can_be_installed_again",
         "verls_own_engine_plans_with_steelyard",
         "verls_own_models_pack_with_steelyard",
+        "verls_workers_empty_the_cache_with_steelyard",
         "stand_ins_travel_by_name",
         "another_version_is_refused",
         "a_changed_verl_is_refused",
@@ -53,7 +54,7 @@ def test_installing(raised: dict[str, str], scenario: str) -> None:
 
 
 def test_every_scenario_is_looked_at(raised: dict[str, str]) -> None:
-    assert len(raised) == 8
+    assert len(raised) == 9
 
 
 def test_verls_environment_variable_installs() -> None:

@@ -1,4 +1,4 @@
-"""Steelyard's planner and packing under verl's names. Two lines make an installed verl use it:
+"""Steelyard's planner, packing and memory under verl's names. Two lines make an installed verl use it:
 
     import steelyard.compat.verl
     steelyard.compat.verl.install()

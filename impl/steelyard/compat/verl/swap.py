@@ -24,7 +24,7 @@ Function = Callable[..., Any]
 
 KNOWN_VERSIONS = ("0.9.1",)  # whose behaviour the differential tests compare with
 # Paths below both ``verl`` and this package; the ``__all__`` of the module here says which names are replaced.
-MODULES = ("utils.seqlen_balancing", "models.mcore.util")
+MODULES = ("utils.seqlen_balancing", "utils.memory_utils", "models.mcore.util")
 
 _in_place: dict[tuple[str, str], tuple[Function, Function]] = {}  # (module of verl, name) -> (verl's, stand-in)
 
