@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bench.record import SeriesRecord, Status
     from bench.summary import CellRecords
 
-METRICS = ("micro_batches", "share_over_cap", "rank_imbalance", "time_over_ideal", "planning_ms")
+METRICS = ("micro_batches", "share_over_cap", "rank_imbalance", "time_over_ideal", "time_over_bound", "planning_ms")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class PlannerScore:
         over_cap: mean share of micro-batches above the cap.
         imbalance: work of the rank with the most over the mean rank's: mean.
         time, worst_time: predicted time over ideal: mean and worst.
+        gap: that time over what no order of the same micro-batches goes below, minus 1: mean.
         milliseconds, worst_milliseconds: planning time: median and worst.
     """
 
@@ -42,6 +43,7 @@ class PlannerScore:
     imbalance: float | None
     time: float | None
     worst_time: float | None
+    gap: float | None
     milliseconds: float | None
     worst_milliseconds: float | None
 
@@ -60,7 +62,10 @@ class Scoreboard:
         at_bound: share of the draws in which Steelyard's count equals the proven bound.
         count_above: largest difference of its count from the least of the others that keep the cap.
         time_ratio: worst ratio of its predicted time to the least of theirs.
-        The last three are None where the cell compares no such thing.
+        overhead_ratio, ratio_of_means: its predicted overhead over the least of theirs: mean of the draws' ratios, and
+            ratio of the mean overheads.
+        fixed_tokens: what a micro-batch costs beside its rows, as the linear work of so many tokens.
+        All but the first are None where the cell compares no such thing.
     """
 
     cell: str
@@ -71,6 +76,9 @@ class Scoreboard:
     at_bound: float | None
     count_above: float | None
     time_ratio: float | None
+    overhead_ratio: float | None
+    ratio_of_means: float | None
+    fixed_tokens: float | None
 
     @classmethod
     def of(cls, cell: CellRecords) -> Scoreboard:
@@ -82,6 +90,7 @@ class Scoreboard:
                 names.setdefault(one.variant, one.side == "optimised")
         mine = next((one for one in cell.series if one.metric == "micro_batches" and one.side == "optimised"), None)
         count_above, time_ratio = cell.find("count_above_best_other"), cell.find("time_over_best_other")
+        overheads = cell.find("overhead_over_best_other")
         return cls(
             cell=cell.id,
             status=cell.status,
@@ -91,6 +100,9 @@ class Scoreboard:
             at_bound=float(np.mean(np.equal(mine.values, bound.values))) if mine and bound else None,
             count_above=count_above.worst if count_above else None,
             time_ratio=time_ratio.worst if time_ratio else None,
+            overhead_ratio=_mean(overheads.values) if overheads else None,
+            ratio_of_means=overheads.notes.get("ratio_of_means") if overheads else None,
+            fixed_tokens=time_ratio.notes.get("fixed_tokens") if time_ratio else None,
         )
 
     @property
@@ -107,6 +119,7 @@ def _score(cell: CellRecords, name: str, ours: bool, bound: SeriesRecord | None)
     values = {one.metric: one.values for one in cell.series if one.variant == name and one.metric in METRICS}
     times = values.get("time_over_ideal", ())
     milliseconds = values.get("planning_ms", ())
+    over_bound = _mean(values.get("time_over_bound", ()))
     return PlannerScore(
         planner=name,
         ours=ours,
@@ -118,6 +131,7 @@ def _score(cell: CellRecords, name: str, ours: bool, bound: SeriesRecord | None)
         imbalance=_mean(values.get("rank_imbalance", ())),
         time=_mean(times),
         worst_time=max(filter(math.isfinite, times), default=None),
+        gap=None if over_bound is None else over_bound - 1,
         milliseconds=median(milliseconds) if milliseconds else None,
         worst_milliseconds=max(milliseconds, default=None),
     )

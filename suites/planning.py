@@ -7,7 +7,9 @@ every planner:
 - ``share_over_cap``: share of the micro-batches above the token cap;
 - ``rank_imbalance``: work of the rank with the most over the mean rank's;
 - ``time_over_ideal``: predicted time of the slowest rank on the cell's pipeline over the busy time of the mean stage,
-  which counts the rows alone, so that more micro-batches are not for free where they cost something;
+  which counts the rows alone, so that more micro-batches are not for free where they cost something; the overhead is
+  what that is above 1;
+- ``time_over_bound``: the same time over what no order of the planner's own micro-batches goes below;
 - ``planning_ms``: time of planning on one core, taken turn by turn: processor time, which other work on the machine
   disturbs least. Garbage of the planner before is collected first; the collections that a planner causes itself are
   part of its time, as in a trainer. Where ranks plan at the same time only the slowest counts; Steelyard's planner
@@ -15,7 +17,8 @@ every planner:
 
 A planner that stops with an error (``RefusedError``) or plans a count that Megatron refuses has an infinite time.
 Steelyard's must keep the cap; without a pipeline its count, with one its predicted time must not be above that of any
-other planner that keeps the cap. Work is ``24576 * s + s * s`` for all, plus ``fixed_tokens`` for each micro-batch.
+other planner that keeps the cap. Work is ``24576 * s + s * s`` for all, plus the linear work of ``fixed_tokens`` tokens
+for each micro-batch, or of as many as ``suites.calibrate`` finds on this machine; predicted series name the number.
 """
 
 from __future__ import annotations
@@ -24,17 +27,21 @@ import contextlib
 import gc
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from steelyard.balance import plan_step
 from steelyard.errors import InputError
 from steelyard.hints import did_you_mean
-from steelyard.pipeline import Pipeline, is_legal_count, simulate
-from suites.baselines.planners import PLANNERS, Clock, Hands, RefusedError, workload
+from steelyard.pipeline import Pipeline, is_legal_count, makespan_lower_bound, simulate
+from suites.baselines.planners import PLANNERS, Clock, Hands, Plan, RefusedError, workload
+from suites.calibrate import fixed_cost
 from suites.matrix import Cell
 from suites.measure import Direction, Series, Source
+from suites.sides import sides_of
+from suites.turns import wait_for_turn
 
 OURS = "Steelyard"
 ROUNDED_TO = 256  # where a cell names no cap, it is the longest row rounded up to a multiple of this
@@ -44,13 +51,16 @@ METRICS: tuple[tuple[str, str, Direction, Source], ...] = (
     ("share_over_cap", "1", "lower", "measured"),
     ("rank_imbalance", "1", "lower", "measured"),
     ("time_over_ideal", "1", "lower", "predicted"),
+    ("time_over_bound", "1", "lower", "predicted"),
     ("planning_ms", "ms", "lower", "measured"),
 )
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every planner is asked, once per draw; ``pipeline`` is None for a single stage."""
+    """What every planner is asked, once per draw; ``pipeline`` is None for a single stage, ``fixed`` is the work of a
+    micro-batch beside its rows.
+    """
 
     lengths: np.ndarray
     max_tokens: int
@@ -60,6 +70,7 @@ class Task:
 
     @classmethod
     def of(cls, cell: Cell, draw: int = 0) -> Task:
+        """Draw number ``draw`` of the cell, with its ``fixed_tokens``."""
         lengths = cell.model_copy(update={"seed": cell.seed + draw}).draw().totals
         layout = cell.layout
         return cls(
@@ -92,6 +103,7 @@ class Score:
     share_over_cap: float
     rank_imbalance: float
     time_over_ideal: float
+    time_over_bound: float
     planning_ms: float
 
     @property
@@ -105,36 +117,54 @@ def measure(cell: Cell, device: str | None = None) -> list[Series]:
 
     Raises:
         InputError: the cell names a planner that does not exist.
+        RanksFailed: the calibration of the fixed cost did not end.
     """
-    names = [OURS, *_chosen(cell)]
-    first_ms = {name: _ask(name, Task.of(cell))[1] for name in names for _ in range(min(cell.warmup, 1))}
+    planners = _chosen(cell)
+    notes: dict[str, Any] = {"fixed_tokens": cell.fixed_tokens}
+    if cell.fixed_cost == "calibrated":
+        fixed = fixed_cost()
+        cell = cell.model_copy(update={"fixed_tokens": fixed.tokens})
+        notes = {"fixed_tokens": fixed.tokens, "calibration": fixed.text}
+    names = [OURS, *planners]
+    first_ms = {name: _ask(planners.get(name), Task.of(cell))[1] for name in names for _ in range(min(cell.warmup, 1))}
     scores: dict[str, list[Score]] = {name: [] for name in names}
     bounds = []
     for draw in range(cell.pairs):
         task = Task.of(cell, draw)
         for name in names[draw % len(names) :] + names[: draw % len(names)]:
-            hands, milliseconds, bound = _ask(name, task)
+            hands, milliseconds, bound = _ask(planners.get(name), task)
             scores[name].append(_score(hands, milliseconds, task))
             bounds += [bound] if name == OURS else []
     series = [Series("micro_batch_bound", "both", "micro-batches", "none", bounds)]
     for name, taken in scores.items():
         series += _series(name, taken, first_ms.get(name))
-    return series + _against_the_best(scores, Task.of(cell).pipeline)
+    series += _against_the_best(scores, Task.of(cell).pipeline)
+    return [replace(one, notes={**one.notes, **notes}) if one.source == "predicted" else one for one in series]
 
 
-def _chosen(cell: Cell) -> list[str]:
+def _chosen(cell: Cell) -> dict[str, Plan]:
+    """The planners that take part beside Steelyard's, a user's own among them."""
     for name in cell.planners:
         if name not in PLANNERS:
             raise InputError(
                 f"planner {name!r} does not exist{did_you_mean(name, PLANNERS)}: choose of {', '.join(PLANNERS)}"
             )
-    return cell.planners or list(PLANNERS)
+    chosen, own = {name: PLANNERS[name] for name in cell.planners or PLANNERS}, sides_of(cell)
+    for name in own:
+        if name in (OURS, *PLANNERS):
+            raise InputError(f"side {name}: a planner has that name already: give it another")
+    return {**chosen, **own}
 
 
-def _ask(name: str, task: Task) -> tuple[Hands | None, float, int]:
-    """The plan (None if refused), milliseconds, and the bound that Steelyard's planner proves (0 from others)."""
+def _ask(planner: Plan | None, task: Task) -> tuple[Hands | None, float, int]:
+    """The plan (None if refused), milliseconds, and the bound that Steelyard's planner proves (0 from others).
+
+    Args:
+        planner: None for Steelyard's.
+    """
+    wait_for_turn()
     gc.collect()
-    return _ask_ours(task) if name == OURS else _ask_other(name, task)
+    return _ask_ours(task) if planner is None else _ask_other(planner, task)
 
 
 def _ask_ours(task: Task) -> tuple[Hands | None, float, int]:
@@ -145,19 +175,19 @@ def _ask_ours(task: Task) -> tuple[Hands | None, float, int]:
     return [plan.indices for plan in plans], 1000 * seconds, plans[0].lower_bound
 
 
-def _ask_other(name: str, task: Task) -> tuple[Hands | None, float, int]:
+def _ask_other(planner: Plan, task: Task) -> tuple[Hands | None, float, int]:
     lengths, clock = task.lengths.tolist(), Clock()
     hands: Hands | None = None
     start = time.process_time()
     with contextlib.suppress(RefusedError):
-        hands = PLANNERS[name](lengths, task.max_tokens, task.ranks, task.pipeline, clock)
+        hands = planner(lengths, task.max_tokens, task.ranks, task.pipeline, clock)
     seconds = time.process_time() - start
     return hands, 1000 * (seconds - clock.saved), 0
 
 
 def _score(hands: Hands | None, milliseconds: float, task: Task) -> Score:
     if hands is None:
-        return Score(math.nan, math.nan, math.nan, math.inf, milliseconds)
+        return Score(math.nan, math.nan, math.nan, math.inf, math.inf, milliseconds)
     work = workload(task.lengths.astype(np.float64))
     loads = [[float(work[one].sum()) + task.fixed for one in hand] for hand in hands]
     tokens = [int(task.lengths[one].sum()) for hand in hands for one in hand if one]
@@ -166,11 +196,13 @@ def _score(hands: Hands | None, milliseconds: float, task: Task) -> Score:
     ideal = float(work.sum()) / len(hands) / pipeline.stages * (1 + pipeline.backward)
     legal = all(is_legal_count(len(load), pipeline) for load in loads)
     slowest = max(simulate(load, pipeline).makespan for load in loads) if legal else math.inf
+    bound = max(makespan_lower_bound(load, pipeline) for load in loads) if legal else 1.0
     return Score(
         micro_batches=max(len(hand) for hand in hands),
         share_over_cap=sum(one > task.max_tokens for one in tokens) / len(tokens),
         rank_imbalance=max(of_ranks) * len(of_ranks) / sum(of_ranks),
         time_over_ideal=slowest / ideal,
+        time_over_bound=slowest / bound,
         planning_ms=milliseconds,
     )
 
@@ -195,8 +227,16 @@ def _against_the_best(scores: dict[str, list[Score]], pipeline: Pipeline | None)
         if others:
             counts.append(mine.micro_batches - min(one.micro_batches for one in others))
             least = min(one.time_over_ideal for one in others)
-            times += [mine.time_over_ideal / least] if math.isfinite(least) else []
+            times += [(mine.time_over_ideal, least)] if math.isfinite(least) else []
     if pipeline is None:
         return [Series("count_above_best_other", "both", "micro-batches", "lower", counts, limit=0.0)] if counts else []
-    limit = 1 + ROUNDING
-    return [Series("time_over_best_other", "both", "1", "lower", times, "predicted", limit)] if times else []
+    if not times:
+        return []
+    limit, ratios = 1 + ROUNDING, [mine / least for mine, least in times]
+    series = [Series("time_over_best_other", "both", "1", "lower", ratios, "predicted", limit)]
+    if all(least > 1 + ROUNDING for _, least in times):
+        overheads = np.array(times) - 1
+        notes = {"ratio_of_means": float(overheads[:, 0].mean() / overheads[:, 1].mean())}
+        ratios = (overheads[:, 0] / overheads[:, 1]).tolist()
+        series.append(Series("overhead_over_best_other", "both", "1", "lower", ratios, "predicted", limit, notes=notes))
+    return series

@@ -67,7 +67,7 @@ def level(
         count: number of bins, at least that of ``packed``.
         packed: a packing within the cap, for where the heuristics find no room; made here if absent.
         start: [count] work that each bin holds beforehand: levels ``start + work``. None means 0.
-        budget: exchanges of two items that refinement may look at.
+        budget: exchanges of two items that refinement may look at; 0 takes the greedy pass as it is, if it has room.
 
     Returns:
         bins in the order of ``start``.
@@ -75,7 +75,8 @@ def level(
     base = np.zeros(count, np.int64) if start is None else start
     greedy = _greedy(tokens, work, cap, base)
     # Where the greedy pass found no room, differencing hardly ever does.
-    difference = None if greedy is None and len(tokens) > LARGE else _difference(tokens, work, cap, base)
+    enough = budget == 0 if greedy else len(tokens) > LARGE
+    difference = None if enough else _difference(tokens, work, cap, base)
     starts = [bins for bins in (greedy, difference) if bins]
     if not starts:
         packed = best_fit_decreasing(tokens, cap) if packed is None else packed

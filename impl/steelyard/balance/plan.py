@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from steelyard.errors import PlanError
+from steelyard.pipeline.bound import makespan_lower_bound
 from steelyard.pipeline.schedule import Pipeline
 from steelyard.pipeline.simulate import simulate
 
@@ -33,6 +34,8 @@ class PlanSummary:
         work: forward work of the whole plan, in the unit of the cost.
         overhead: predicted makespan over ideal, minus 1; None without a pipeline.
         bubble: predicted idle share of the makespan; None without a pipeline.
+        time_gap: predicted makespan over what no order of these micro-batches goes below, minus 1; 0 is a certificate
+            that the order is best; None without a pipeline.
     """
 
     count: int
@@ -48,10 +51,12 @@ class PlanSummary:
     work: float
     overhead: float | None
     bubble: float | None
+    time_gap: float | None
 
     def __str__(self) -> str:
         best = "least possible" if self.gap == 0 else f"proven bound {self.lower_bound}"
         overhead = "" if self.overhead is None else f", predicted pipeline overhead {self.overhead:.1%}"
+        overhead += "" if self.time_gap is None else f" (at most {self.time_gap:.1%} slower than in the best order)"
         fillers = f", {self.fillers} of them fillers" if self.fillers else ""
         return (
             f"{self.count} micro-batches ({best}{fillers}), {self.fill:.1%} of the cap used, greatest work "
@@ -158,6 +163,7 @@ class MicroBatchPlan:
             work=sum(self.work),
             overhead=None if timeline is None else timeline.overhead,
             bubble=None if timeline is None else timeline.bubble,
+            time_gap=None if self.pipeline is None else _gap([self]),
         )
 
 
@@ -171,6 +177,8 @@ class StepSummary:
         fill: mean share of the cap that micro-batches with rows use.
         imbalance: greatest over mean work of the ranks.
         time: predicted time of the slowest rank over the ideal of the mean rank; None without a pipeline.
+        time_gap: that time over what no orders of the same micro-batches on the same ranks go below, minus 1; None
+            without a pipeline.
     """
 
     ranks: int
@@ -179,6 +187,7 @@ class StepSummary:
     fill: float
     imbalance: float
     time: float | None
+    time_gap: float | None
 
 
 def summarize_step(plans: Sequence[MicroBatchPlan]) -> StepSummary:
@@ -197,7 +206,16 @@ def summarize_step(plans: Sequence[MicroBatchPlan]) -> StepSummary:
         fill=sum(used) / len(used) if used else 0.0,
         imbalance=max(work) * len(work) / sum(work) if sum(work) > 0 else 1.0,
         time=max(line.makespan for line in lines) * len(lines) / ideal if ideal > 0 else None,
+        time_gap=_gap(plans) if lines else None,
     )
+
+
+def _gap(plans: Sequence[MicroBatchPlan]) -> float:
+    """Time of the slowest rank over the greatest of the ranks' lower bounds, minus 1; 0 for a step without work."""
+    on = [(plan.work, plan.pipeline) for plan in plans if plan.pipeline is not None]
+    bound = max(makespan_lower_bound(work, pipeline) for work, pipeline in on)
+    slowest = max(simulate(work, pipeline).makespan for work, pipeline in on)
+    return max(0.0, slowest / bound - 1.0) if bound > 0 else 0.0
 
 
 def _join(outputs: list[Any]) -> Any | None:

@@ -2,13 +2,14 @@
 
 Four steps, each within a budget that counts evaluations:
 
-1. for every count worth a look, the profiles of ``pipeline.profile`` are scaled to the work at hand, and the most
-   promising pairs of count and profile are kept;
-2. for each of those the items are levelled onto the profile (``partition.level`` with a start for every place) and
-   dealt to the ranks place by place;
-3. beside them stand level work in its best order, on the least count and on the most promising ones, and the packing
-   as it is, on every count: where a few items are heavy, no profile can be had;
-4. all are simulated and improved by moves (``improve.py``), the best first, as far as the budget goes.
+1. for every count worth a look, the time in which the ranks could get all work done is found: in a given time each
+   rank takes the profile of ``pipeline.profile`` with most work in it that leaves room for the rank's heaviest item. So
+   a rank with a long row gets less of the rest, and its other micro-batches the sizes that go with that row;
+2. for the most promising counts the items are levelled onto these sizes (``partition.level`` with a start for every
+   place);
+3. beside them stand level work in its best order, on the least count and, where items are few, on the greatest; and the
+   packing as it is, small at both ends;
+4. all are simulated, and the best is improved by moves (``improve.py``) as far as the budget goes.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 MORE = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # micro-batches beyond the least count that are looked at
-TRIED = 4  # pairs of count and profile that are levelled and simulated, in batches of up to ``ROWS``; fewer beyond
-ROWS = 4_096
+TRIED = 4  # counts whose sizes are levelled and simulated, in batches of up to ``ROWS``; fewer beyond
+ROWS = 1_024
 MANY = 256  # micro-batches of a rank beyond which fewer starts are tried
-FLAT = 3  # counts that are levelled without a profile
+FEW = 2  # items per micro-batch below which sizes are what the items are, and more micro-batches worth a start
+HALVINGS = 12  # of the interval that the time of a count is searched in
+DOUBLINGS = 64  # of the first guess of that time, before a count is given up
 PAIRS = 400_000  # pairs of items offered to levelling
-PASSES = 500_000  # simulated passes that moves may cost a step
+BUDGET = 600_000  # simulated passes that moves may cost a step
 
 
 def arrange(batch: Batch, settings: Settings, ranks: int, least: int, packed: Bins, *, exact: bool) -> list[Bins]:
@@ -57,10 +60,9 @@ def arrange(batch: Batch, settings: Settings, ranks: int, least: int, packed: Bi
         starts = [_flat(batch, settings, pipeline, ranks, least, packed)]
     else:
         starts = _starts(batch, settings, pipeline, ranks, counts, packed)
-        starts += [_as_packed(batch, settings, ranks, count, packed) for count in counts[: _few(len(counts), least)]]
     tried = [Step.of(hands, items, pipeline) for hands in starts]
     tried.sort(key=lambda one: float(one.times.max()))
-    budget = PASSES
+    budget = BUDGET
     for one in tried:
         if budget > 0:  # the most promising first; what it leaves goes to the next
             budget = improve(one, items, pipeline, budget)
@@ -75,14 +77,15 @@ def _few(most: int, count: int) -> int:
 def _starts(
     batch: Batch, settings: Settings, pipeline: Pipeline, ranks: int, counts: list[int], packed: Bins
 ) -> list[list[Bins]]:
-    """Level work on the least count and on the most promising other ones, and the most promising profiles."""
     totals = Totals.of(batch, settings.cap, ranks, batch.quantum)
-    tries = min(TRIED, TRIED * ROWS // len(batch.items))
-    promising = _promising(totals, pipeline, counts, _few(tries, counts[0]))
-    flat = list(dict.fromkeys([counts[0], *map(len, promising)]))[: _few(FLAT, counts[0])]
+    tries = min(TRIED, max(1, TRIED * ROWS // len(batch.items)))
+    promising = _promising(totals, ranks, pipeline, counts, _few(tries, counts[0]))
+    few = len(batch.items) < min(ROWS, FEW * ranks * counts[-1])
+    flat = [counts[0], counts[-1]] if few and len(counts) > 1 else [counts[0]]
     return [
         *(_flat(batch, settings, pipeline, ranks, count, packed) for count in flat),
-        *(_shaped(batch, settings, ranks, sizes, packed) for sizes in promising),
+        *(_shaped(batch, settings, sizes, packed) for sizes in promising),
+        _as_packed(batch, settings, ranks, counts[0], packed),
     ]
 
 
@@ -92,14 +95,14 @@ class Totals:
 
     Attributes:
         work: forward work of the rank, without fixed costs.
-        heaviest: work of its heaviest item.
+        heaviest: work of the heaviest item of each rank, heaviest first.
         fixed: cost of one more micro-batch.
         largest: work of a micro-batch that is filled to the cap with tokens of the average work.
         items: items of the rank.
     """
 
     work: float
-    heaviest: float
+    heaviest: tuple[float, ...]
     fixed: float
     largest: float
     items: int
@@ -111,7 +114,7 @@ class Totals:
         scale = batch.quantum / unit
         return cls(
             work=scale * work / ranks,
-            heaviest=scale * int(batch.work.max(initial=0)),
+            heaviest=tuple(scale * one for one in np.sort(batch.work)[::-1][:ranks].tolist()),
             fixed=scale * batch.fixed,
             largest=scale * max_tokens * work / max(tokens, 1),
             items=len(batch.items) // ranks,
@@ -125,7 +128,7 @@ def agreed_count(totals: list[Totals], settings: Settings, least: int) -> int:
     assert settings.pipeline is not None
     pipeline = settings.pipeline
     counts = _counts(settings, least, min(one.items for one in totals))
-    slowest = [max(float(_times(one, pipeline, count)[0].min()) for one in totals) for count in counts]
+    slowest = [max(_targets(one, 1, pipeline, count)[0] for one in totals) for count in counts]
     best = int(np.argmin(slowest))
     return counts[best] if np.isfinite(slowest[best]) else least
 
@@ -139,35 +142,50 @@ def _counts(settings: Settings, least: int, most: int) -> list[int]:
     return sorted(count for count in counts if count == least or count <= most)
 
 
-def _times(totals: Totals, pipeline: Pipeline, count: int) -> tuple[Floats, Floats]:
-    """Predicted time under every profile of ``count`` micro-batches, and the size of its largest; infinite where unfit.
+def _targets(totals: Totals, ranks: int, pipeline: Pipeline, count: int) -> tuple[float, Floats]:
+    """Time that ``count`` micro-batches per rank could take, and the sizes [ranks, count] that would do it, in the unit
+    of ``totals``; infinite where no profile holds the work. Where a heaviest item decides the time, there is room to
+    spare in the sizes.
 
-    A profile must leave room for the tokens and for the fixed cost of its smallest micro-batch; and no profile does
-    without a micro-batch for the heaviest item.
+    A profile must have room for the rank's heaviest item in its largest micro-batch, not more in it than the cap of
+    tokens lets in, and room for the fixed cost in its smallest.
     """
-    total = totals.work + count * totals.fixed
-    if total <= 0:
-        return np.zeros(1), np.zeros(1)
-    one = profiles(count, pipeline, _mean(totals, count))
-    unit = total / one.totals
-    fits = (unit - totals.fixed <= totals.largest) & (one.sizes.min(axis=1) * unit >= totals.fixed)
-    return np.where(fits, one.times * np.maximum(unit, totals.heaviest + totals.fixed), np.inf), unit
+    fixed, work = totals.fixed, totals.work * ranks
+    one = profiles(count, pipeline, (totals.work + count * fixed) / count)
+    heaviest = np.array([*totals.heaviest, *[0.0] * (ranks - len(totals.heaviest))])
+    least, most = heaviest[:, None] + fixed, max(float(heaviest[0]), totals.largest) + fixed
+    smallest = one.sizes.min(axis=1)
+
+    def done(time: float) -> tuple[Floats, Floats]:
+        """[ranks, profiles] work that is done in ``time``, and [profiles] work of the largest micro-batch."""
+        unit = np.minimum(time / one.times, most)
+        fits = (unit >= least) & (unit * smallest >= fixed)
+        return np.where(fits, unit * one.totals - count * fixed, -np.inf), unit
+
+    def enough(time: float) -> bool:
+        return bool(done(time)[0].max(axis=1).sum() >= work)
+
+    low = high = (totals.work + count * fixed) * float((one.times / one.totals).min())
+    for _ in range(DOUBLINGS):
+        if enough(high):
+            break
+        low, high = high, 2 * high
+    else:
+        return np.inf, np.zeros((ranks, count))
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    amounts, unit = done(high)
+    best = np.argmax(amounts, axis=1)
+    return high, one.sizes[best] * unit[best][:, None]
 
 
-def _promising(totals: Totals, pipeline: Pipeline, counts: list[int], tries: int) -> list[Floats]:
-    """Sizes of the micro-batches, fixed cost included, in up to ``tries`` profiles that promise the least time."""
-    found = []
-    for count in counts if totals.work > 0 else ():
-        times, unit = _times(totals, pipeline, count)
-        for at in np.argsort(times, kind="stable")[: max(1, tries // len(counts))].tolist():
-            if np.isfinite(times[at]):
-                found.append((float(times[at]), count, at, float(unit[at])))
-    found.sort()
-    return [profiles(count, pipeline, _mean(totals, count)).sizes[at] * unit for _, count, at, unit in found[:tries]]
-
-
-def _mean(totals: Totals, count: int) -> float:
-    return (totals.work + count * totals.fixed) / count
+def _promising(totals: Totals, ranks: int, pipeline: Pipeline, counts: list[int], tries: int) -> list[Floats]:
+    """[ranks, M] sizes of the micro-batches, fixed cost included, for the counts that promise the least time."""
+    if not totals.work > 0:
+        return []
+    found = [_targets(totals, ranks, pipeline, count) for count in counts]
+    return [sizes for time, sizes in sorted(found, key=lambda one: one[0])[:tries] if np.isfinite(time)]
 
 
 def _flat(batch: Batch, settings: Settings, pipeline: Pipeline, ranks: int, count: int, packed: Bins) -> list[Bins]:
@@ -196,19 +214,16 @@ def _as_packed(batch: Batch, settings: Settings, ranks: int, count: int, packed:
     return [[bins[hand[at]] for at in both_ends(work[hand])] for hand in partition.deal(work, ranks)]
 
 
-def _shaped(batch: Batch, settings: Settings, ranks: int, sizes: Floats, packed: Bins) -> list[Bins]:
-    """Items levelled onto a profile: [M] sizes in quanta, fixed cost included."""
-    start = np.repeat(np.rint(sizes.max() - sizes).astype(np.int64), ranks)
-    bins = level_items(batch, settings, len(start), packed, start=start, budget=PAIRS // TRIED)
-    work = partition.bin_sums(bins, batch.work)
-    smallest_first = np.argsort(sizes, kind="stable").tolist()
-    hands = []
-    for hand in partition.deal(work, ranks, np.repeat(np.arange(len(sizes)), ranks)):
-        ordered: Bins = [[] for _ in hand]
-        for place, at in zip(smallest_first, sorted(hand, key=lambda at: (int(work[at]), at)), strict=True):
-            ordered[place] = bins[at]
-        hands.append(ordered)
-    return hands
+def _shaped(batch: Batch, settings: Settings, sizes: Floats, packed: Bins) -> list[Bins]:
+    """Items levelled onto [ranks, M] sizes in quanta, fixed cost included; roughly, as the moves level better."""
+    ranks, count = sizes.shape
+    start = np.rint(sizes.max() - sizes).astype(np.int64).T.ravel()  # place by place
+    bins = level_items(batch, settings, start.size, packed, start=start, budget=0)
+    if (sizes != sizes[0]).any():
+        return [bins[rank::ranks] for rank in range(ranks)]
+    kinds = np.repeat(np.arange(count), ranks)
+    hands = partition.deal(partition.bin_sums(bins, batch.work), ranks, kinds)
+    return [[bins[at] for at in sorted(hand)] for hand in hands]
 
 
 def level_items(

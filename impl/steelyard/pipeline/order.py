@@ -1,4 +1,4 @@
-"""In which order to run given micro-batches, and what no order can beat."""
+"""In which order to run given micro-batches."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _orders(work: Floats, pipeline: Pipeline) -> Ints:
     ends = np.array(both_ends(work))
     sizes = profiles(len(work), pipeline, float(work.max())).sizes
     ranks = np.argsort(np.argsort(sizes, axis=1, kind="stable"), axis=1, kind="stable")
-    distinct = np.unique(ranks, axis=0)
+    distinct = np.array(list({one.tobytes(): one for one in ranks}.values()))
     return np.concatenate((ends[None], ends[None, ::-1], ascending[None, ::-1], ascending[distinct]))
 
 
@@ -78,53 +78,3 @@ def _exchanged(order: Ints, time: float, table: Floats, pipeline: Pipeline, budg
         elif stride == 1:
             break
     return order
-
-
-def makespan_lower_bound(work: ArrayLike, pipeline: Pipeline) -> float:
-    """A makespan that no order of these micro-batches goes below.
-
-    Two bounds, of which the greater counts.
-
-    *One stage.* The first pass of stage s is the first forward pass through its first chunk, of some micro-batch i
-    that has gone through the virtual stages before s already; the last pass of stage s is the backward pass through
-    that chunk, of some micro-batch j that still travels back through them. i is the first and j the last micro-batch
-    in the order of execution in all of the schedules, so they differ if there are several. So the makespan
-    is at least the busy time of s, plus the least of (way to s of i) + (way back from s of j). With forward passes
-    only, the last pass of stage s is that of its last chunk, and the way back is the way onward to the end.
-
-    *One micro-batch.* It goes forward and back through every virtual stage, one after the other.
-
-    Args:
-        work: as in ``simulate``, in any order.
-        pipeline: where it runs.
-    """
-    parts = checked_work(work, pipeline)
-    stages, last = pipeline.stages, pipeline.stages * pipeline.virtual - 1
-    forward_only = pipeline.backward == 0
-    way = np.cumsum(parts + pipeline.p2p, axis=1)  # to the virtual stage after
-    bounds = [float(parts.sum(axis=1).max() * (1 + pipeline.backward) + _transfers(pipeline))]
-    for stage in range(stages):
-        busy = float(parts[:, stage::stages].sum() * (1 + pipeline.backward))
-        there = way[:, stage - 1] if stage else np.zeros(len(parts))
-        if forward_only:
-            final = last - (stages - 1 - stage)
-            back = parts[:, final + 1 :].sum(axis=1) + pipeline.p2p * (last - final)
-        else:
-            back = parts[:, :stage].sum(axis=1) * pipeline.backward + pipeline.p2p * stage
-        bounds.append(busy + _least_pair(there, back))
-    return max(bounds)
-
-
-def _transfers(pipeline: Pipeline) -> float:
-    """Time that one micro-batch spends between stages."""
-    hops = pipeline.stages * pipeline.virtual - 1 if pipeline.stages > 1 else 0
-    return pipeline.p2p * hops * (1 if pipeline.backward == 0 else 2)
-
-
-def _least_pair(there: Floats, back: Floats) -> float:
-    """Least ``there[i] + back[j]`` over i != j, or over i = j for a single micro-batch."""
-    if len(there) == 1:
-        return float(there[0] + back[0])
-    first, second = np.argsort(there, kind="stable")[:2]
-    others = np.delete(back, first)
-    return float(min(there[first] + others.min(), there[second] + np.delete(back, second).min()))

@@ -132,17 +132,29 @@ def nearest_legal_counts(count: int, pipeline: Pipeline) -> tuple[int | None, in
     return below, legal_count(count, pipeline)
 
 
+def equal_overhead(count: int, pipeline: Pipeline) -> float:
+    """Overhead of ``count`` equal micro-batches on equal stages without transfers.
+
+    ``(stages - 1) / (count * virtual)``, exact for every legal count of at least ``stages``.
+    """
+    return (pipeline.stages - 1) / (count * pipeline.virtual)
+
+
 def check_count(count: int, pipeline: Pipeline) -> None:
-    """Raise ``PlanError`` with the nearest legal counts where Megatron would refuse ``count`` micro-batches."""
+    """Raise ``PlanError`` with the nearest legal counts, and what they cost, where Megatron would refuse ``count``
+    micro-batches.
+    """
     if is_legal_count(count, pipeline):
         return
     below, above = nearest_legal_counts(count, pipeline)
-    nearest = f"{above}" if below is None else f"{below} or {above}"
+    legal = [above] if below is None else [below, above]
+    costs = " or ".join(f"{equal_overhead(one, pipeline):.1%}" for one in legal)
     if pipeline.virtual == 1:
-        raise PlanError(f"{count} micro-batches cannot run: use at least {nearest}")
+        raise PlanError(f"{count} micro-batches cannot run: use at least {above}")
     raise PlanError(
         f"{count} micro-batches are refused by the interleaved schedule, which wants stages={pipeline.stages} <= "
-        f"group={pipeline.group_size} <= count and count % group to be 0 or at least stages: use {nearest}"
+        f"group={pipeline.group_size} <= count and count % group to be 0 or at least stages: use "
+        f"{' or '.join(map(str, legal))} (predicted overhead {costs} with equal micro-batches)"
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from steelyard.errors import PlanError
-from steelyard.pipeline.schedule import Direction, Pipeline, check_count, stage_order
+from steelyard.pipeline.schedule import Direction, Pipeline, check_count, schedule_table, warmup_passes
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -58,6 +58,11 @@ class Program:
         return len(self.stage)
 
     @cached_property
+    def crossing(self) -> list[bool]:
+        """``crosses`` for walking."""
+        return self.crosses.tolist()
+
+    @cached_property
     def before(self) -> list[tuple[int, int]]:
         """(previous, source) of each pass, as Python numbers for walking."""
         return list(zip(self.previous.tolist(), self.source.tolist(), strict=True))
@@ -66,73 +71,82 @@ class Program:
 @lru_cache(maxsize=128)
 def _program(stages: int, virtual: int, group: int, count: int, forward_only: bool) -> Program:
     pipeline = Pipeline(stages, virtual, group, backward=0.0 if forward_only else 1.0)
-    orders = [stage_order(stage, count, pipeline) for stage in range(stages)]
-    level, last = _levels(orders, pipeline)
-    keys = sorted(level, key=lambda key: (level[key], key[0] % stages))
-    position = {key: index for index, key in enumerate(keys)}
-    size = len(keys)
-    sources = [_source(key, last) for key in keys]
-    previous = np.full(size, size, np.int64)
-    for stage, order in enumerate(orders):
-        chain = [position[(one.chunk * stages + stage, one.micro_batch, one.direction)] for one in order]
-        previous[chain[1:]] = chain[:-1]
-    parts = np.array([key[0] for key in keys], np.int64)
-    depth = np.array([level[key] for key in keys], np.int64)
+    half = stages * virtual * count
+    table = np.array(schedule_table(count, pipeline), np.int64)
+    names = [_names(stage, table, pipeline) for stage in range(stages)]
+    source = _sources(pipeline, count)[: half if forward_only else None]
+    level = np.array(_levels([one.tolist() for one in names], source.tolist()), np.int64)
+    part = np.arange(len(source)) % half // count
+    order = np.lexsort((part % stages, level))  # position -> name
+    position = np.empty(len(source) + 1, np.int64)
+    position[order] = np.arange(len(source))
+    position[-1] = len(source)  # of nothing to wait for
+    previous = np.full(len(source), len(source), np.int64)
+    for one in names:
+        previous[position[one[1:]]] = position[one[:-1]]
+    depth, part = level[order], part[order]
+    waits = source[order]
     return Program(
-        stage=parts % stages,
-        chunk=parts // stages,
-        micro_batch=np.array([key[1] for key in keys], np.int64),
-        is_forward=np.array([key[2] == "F" for key in keys]),
+        stage=part % stages,
+        chunk=part // stages,
+        micro_batch=order % count,
+        is_forward=order < half,
         previous=previous,
-        source=np.array([size if source is None else position[source] for source in sources], np.int64),
-        crosses=np.array(
-            [
-                source is not None and (source[0] - key[0]) % stages != 0
-                for key, source in zip(keys, sources, strict=True)
-            ]
-        ),
+        source=position[waits],
+        crosses=(waits >= 0) & ((waits % half // count - part) % stages != 0),
         levels=np.searchsorted(depth, np.arange(depth[-1] + 2)),
     )
 
 
-_Key = tuple[int, int, str]  # virtual stage, micro-batch, direction
+# While a program is made, a pass has a name: a number made of direction, virtual stage and micro-batch, in this order.
 
 
-def _source(key: _Key, last: int) -> _Key | None:
-    """The pass whose output ``key`` waits for."""
-    part, micro_batch, direction = key
-    if direction == "F":
-        return None if part == 0 else (part - 1, micro_batch, "F")
-    return (last, micro_batch, "F") if part == last else (part + 1, micro_batch, "B")
+def _names(stage: int, table: Ints, pipeline: Pipeline) -> Ints:
+    """The passes of ``stage`` in the order of ``stage_order``; ``table`` is the schedule's, [passes, 2]."""
+    total, parts, count = len(table), pipeline.stages * pipeline.virtual, len(table) // pipeline.virtual
+    micro_batch, chunk = table.T
+    forward = (chunk * pipeline.stages + stage) * count + micro_batch
+    warmup, at = warmup_passes(stage, count, pipeline), np.arange(total)
+    if pipeline.backward == 0:
+        return forward
+    backward = (parts + (pipeline.virtual - 1 - chunk) * pipeline.stages + stage) * count + micro_batch
+    names = np.empty(2 * total, np.int64)
+    names[np.where(at < warmup, at, 2 * at - warmup)] = forward
+    names[np.where(at < total - warmup, warmup + 2 * at + 1, total + at)] = backward
+    return names
 
 
-def _levels(orders: list[list], pipeline: Pipeline) -> tuple[dict[_Key, int], int]:
-    """Depth of every pass in the graph of dependencies, and the last virtual stage."""
-    stages, last = pipeline.stages, pipeline.stages * pipeline.virtual - 1
-    level: dict[_Key, int] = {}
-    done, depth = [0] * stages, [-1] * stages
-    waiting = set(range(stages))
-    while waiting:
-        progress = False
-        for stage in sorted(waiting):
-            order, at, now = orders[stage], done[stage], depth[stage]
+def _sources(pipeline: Pipeline, count: int) -> Ints:
+    """For every name, that of the pass whose output it waits for; -1 for the forward passes of the first stage."""
+    half = pipeline.stages * pipeline.virtual * count
+    forward = np.maximum(np.arange(half) - count, -1)
+    backward = np.arange(half) + half + count
+    backward[half - count :] = np.arange(half - count, half)  # the last stage waits for its own forward pass
+    return np.concatenate((forward, backward))
+
+
+def _levels(orders: list[list[int]], source: list[int]) -> list[int]:
+    """Depth of every pass in the graph of dependencies, by name."""
+    level = [-1] * len(source) + [0]  # -1: not known yet; the last is for those without a source
+    done, depth = [0] * len(orders), [0] * len(orders)
+    missing = len(source)
+    while missing:
+        before = missing
+        for stage, order in enumerate(orders):
+            at, now = done[stage], depth[stage]
             while at < len(order):
-                one = order[at]
-                key = (one.chunk * stages + stage, one.micro_batch, one.direction)
-                source = _source(key, last)
-                arrived = -1 if source is None else level.get(source)
-                if arrived is None:
+                name = order[at]
+                arrived = level[source[name]]
+                if arrived < 0:
                     break
-                now = max(now, arrived) + 1
-                level[key] = now
+                now = (arrived if arrived > now else now) + 1
+                level[name] = now
                 at += 1
-            progress |= at > done[stage]
+            missing -= at - done[stage]
             done[stage], depth[stage] = at, now
-            if at == len(order):
-                waiting.discard(stage)
-        if waiting and not progress:  # a defect of the order, never of the input
-            raise AssertionError(f"the order of passes deadlocks on {pipeline}")
-    return level, last
+        if missing == before:  # a defect of the order, never of the input
+            raise AssertionError("the order of passes deadlocks")
+    return level[:-1]
 
 
 def program(count: int, pipeline: Pipeline) -> Program:
@@ -167,62 +181,77 @@ def _durations(graph: Program, work: Floats, pipeline: Pipeline) -> Floats:
     return work[graph.micro_batch, part] * ratio
 
 
-def _factors(graph: Program, pipeline: Pipeline) -> Floats:
-    """Duration of every pass per unit of its micro-batch's work."""
+@lru_cache(maxsize=128)
+def _factors(count: int, pipeline: Pipeline) -> Floats:
+    """Duration of every pass per unit of its micro-batch's work; read-only."""
+    graph = program(count, pipeline)
     part = graph.chunk * pipeline.stages + graph.stage
-    return np.asarray(pipeline.shares)[part] * np.where(graph.is_forward, 1.0, pipeline.backward)
+    factors = np.asarray(pipeline.shares)[part] * np.where(graph.is_forward, 1.0, pipeline.backward)
+    factors.flags.writeable = False
+    return factors
 
 
-def makespans(work: Floats, pipeline: Pipeline) -> Floats:
-    """Makespan of many candidates at once.
+@dataclass(frozen=True)
+class Runs:
+    """Many candidates of one count, simulated side by side.
+
+    Attributes:
+        times: [candidates] makespans in the unit of the work.
+    """
+
+    times: Floats
+    _graph: Program = field(repr=False)
+    _finishes: Floats = field(repr=False)
+    _count: int = field(repr=False)
+    _pipeline: Pipeline = field(repr=False)
+
+    def slope(self, at: int) -> Floats:
+        """[M] subgradient of the makespan at candidate ``at``: what each micro-batch adds to it per unit of its work.
+
+        It is the time of the passes of each micro-batch on one critical path. The makespan is the greatest of many
+        sums of durations, hence convex in the work: for any other sizes it is at least
+        ``times[at] + slope @ (other - sizes)``.
+        """
+        graph = self._graph
+        factor = _factors(self._count, self._pipeline)
+        path = _critical(graph, self._finishes[:, at], self._pipeline.p2p)
+        return np.bincount(graph.micro_batch[path], weights=factor[path], minlength=self._count).astype(np.float64)
+
+
+def run_many(work: Floats, pipeline: Pipeline) -> Runs:
+    """Simulate many candidates at once.
 
     Args:
         work: [candidates, M] forward work of each micro-batch over the whole model, in execution order, or
             [candidates, M, stages * virtual], the forward work in each virtual stage.
         pipeline: where it runs.
-
-    Returns:
-        [candidates] makespans in the unit of ``work``.
     """
     graph = program(work.shape[1], pipeline)
     if work.ndim == 2:
-        durations = work.T[graph.micro_batch] * _factors(graph, pipeline)[:, None]
+        durations = work.T[graph.micro_batch] * _factors(work.shape[1], pipeline)[:, None]
     else:
         part = graph.chunk * pipeline.stages + graph.stage
         durations = work[:, graph.micro_batch, part].T * np.where(graph.is_forward, 1.0, pipeline.backward)[:, None]
-    return _ends(graph, durations, pipeline.p2p).max(axis=0)
+    finishes = _ends(graph, durations, pipeline.p2p)
+    return Runs(finishes.max(axis=0), graph, finishes, work.shape[1], pipeline)
 
 
-def slopes(work: Floats, pipeline: Pipeline) -> Floats:
-    """A subgradient of the makespan: what each micro-batch adds to it per unit of its work.
-
-    The makespan is the greatest of many sums of durations, hence convex in ``work``: for any other sizes it is at least
-    ``makespan + slopes @ (other - work)``.
-
-    Args:
-        work: [M] forward work over the whole model, in execution order.
-
-    Returns:
-        [M] time of the passes of each micro-batch on one critical path, per unit of work.
-    """
-    graph = program(len(work), pipeline)
-    factor = _factors(graph, pipeline)
-    ends = _ends(graph, work[graph.micro_batch] * factor, pipeline.p2p)
-    path = _critical(graph, ends, pipeline.p2p)
-    return np.bincount(graph.micro_batch[path], weights=factor[path], minlength=len(work)).astype(np.float64)
+def makespans(work: Floats, pipeline: Pipeline) -> Floats:
+    """[candidates] makespans of ``run_many``."""
+    return run_many(work, pipeline).times
 
 
 def _critical(graph: Program, ends: Floats, p2p: float) -> list[int]:
     """A chain of passes without slack, from the last to the first."""
-    times, crosses = ends.tolist(), graph.crosses.tolist()
-    index = int(np.argmax(ends[: graph.size]))
+    times, crosses, before, none = ends.tolist(), graph.crossing, graph.before, graph.size
+    index = int(np.argmax(ends[:none]))
     path = [index]
     while True:
-        previous, source = graph.before[index]
-        if previous == graph.size and source == graph.size:
+        previous, source = before[index]
+        if previous == none and source == none:
             return path
         arrival = times[source] + (p2p if crosses[index] else 0.0)
-        take_source = previous == graph.size or (source != graph.size and arrival >= times[previous])
+        take_source = previous == none or (source != none and arrival >= times[previous])
         index = source if take_source else previous
         path.append(index)
 

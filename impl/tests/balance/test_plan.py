@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from steelyard.balance import MicroBatchPlan, plan_micro_batches, plan_step, summarize_step
 from steelyard.errors import PlanError
-from steelyard.pipeline import Pipeline, simulate
+from steelyard.pipeline import Pipeline, makespan_lower_bound, simulate
 
 
 @settings(max_examples=100, deadline=None)
@@ -142,6 +142,9 @@ def test_summary_says_whether_the_plan_is_good() -> None:
     assert summary.work == pytest.approx(24)
     assert summary.overhead == pytest.approx(simulate(plan.work, pipeline).overhead)
     assert summary.bubble == pytest.approx(summary.overhead / (1 + summary.overhead))
+    bound = makespan_lower_bound(plan.work, pipeline)
+    assert summary.time_gap == pytest.approx(simulate(plan.work, pipeline).makespan / bound - 1, abs=1e-12)
+    assert "slower than in the best order" in str(summary)
     assert "micro-batches" in str(summary)
 
 
@@ -168,7 +171,10 @@ def test_summary_of_a_step_compares_ranks() -> None:
     assert summary.imbalance == pytest.approx(max(work) / np.mean(work))
     slowest = max(simulate(plan.work, pipeline).makespan for plan in plans)
     assert summary.time == pytest.approx(slowest / (sum(work) / 2 * 3 / 2))
-    assert summarize_step(plan_step([9, 8], 12, 2)).time is None
+    bound = max(makespan_lower_bound(plan.work, pipeline) for plan in plans)
+    assert summary.time_gap == pytest.approx(slowest / bound - 1, abs=1e-12)
+    alone = summarize_step(plan_step([9, 8], 12, 2))
+    assert (alone.time, alone.time_gap) == (None, None)
     with pytest.raises(PlanError, match="no plan"):
         summarize_step([])
 

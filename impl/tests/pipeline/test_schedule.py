@@ -13,8 +13,16 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import schedules as megatron
 
 from steelyard.errors import LayoutError, PlanError
-from steelyard.pipeline import Pipeline, check_count, is_legal_count, legal_count, nearest_legal_counts, stage_order
-from steelyard.pipeline.schedule import schedule_table, warmup_passes
+from steelyard.pipeline import (
+    Pipeline,
+    check_count,
+    is_legal_count,
+    legal_count,
+    nearest_legal_counts,
+    simulate,
+    stage_order,
+)
+from steelyard.pipeline.schedule import equal_overhead, schedule_table, warmup_passes
 
 
 def interleaved(most_stages: int = 6, most_chunks: int = 4) -> Iterator[Pipeline]:
@@ -146,7 +154,7 @@ def test_a_refused_count_names_the_nearest_legal_ones() -> None:
     assert nearest_legal_counts(3, pipeline) == (None, 4)
     with pytest.raises(PlanError, match=re.escape("9 micro-batches are refused")) as error:
         check_count(9, pipeline)
-    assert "use 8 or 12" in str(error.value)
+    assert "use 8 or 12 (predicted overhead 18.8% or 12.5% with equal micro-batches)" in str(error.value)
     assert "stages=4 <= group=4" in str(error.value)
     with pytest.raises(PlanError, match="use 4"):
         stage_order(0, 3, pipeline)
@@ -182,23 +190,24 @@ def test_warm_up_is_megatrons_over_thousands_of_combinations() -> None:
     assert seen > 4_000
 
 
-def test_stage_order_alternates_after_warm_up_and_runs_every_pass_once() -> None:
-    for pipeline in (Pipeline(1), Pipeline(4), Pipeline(3, 2), Pipeline(4, 2, 6), Pipeline(2, 4, 5)):
-        for wanted in (1, 3, 8, 13):
-            count = legal_count(wanted, pipeline)
+def test_stage_order_is_megatrons_over_thousands_of_combinations() -> None:
+    """Warm-up, then one forward and one backward pass in turn, then backward passes, all in the order of the table."""
+    seen = 0
+    for pipeline in (*interleaved(5, 3), *(Pipeline(stages) for stages in range(1, 9))):
+        for count in filter(lambda count: is_legal_count(count, pipeline), range(1, 32)):
+            table = [(at, 0) for at in range(count)]
+            if pipeline.virtual > 1:
+                table = megatron.get_schedule_table(count, pipeline.virtual, pipeline.group_size)
+            forward = [("F", micro_batch, chunk) for micro_batch, chunk in table]
+            backward = [("B", micro_batch, pipeline.virtual - 1 - chunk) for micro_batch, chunk in table]
             for stage in range(pipeline.stages):
-                order = stage_order(stage, count, pipeline)
-                assert len(order) == len(set(order)) == 2 * count * pipeline.virtual
-                kinds = "".join(one.direction for one in order)
                 total, _, warmup, remaining = megatron_passes(count, pipeline, stage, False)
-                assert kinds == "F" * warmup + "FB" * remaining + "B" * warmup
-                forward = [(one.micro_batch, one.chunk) for one in order if one.direction == "F"]
-                backward = [(one.micro_batch, one.chunk) for one in order if one.direction == "B"]
-                assert forward == megatron.get_schedule_table(count, pipeline.virtual, pipeline.group_size) or (
-                    pipeline.virtual == 1 and forward == [(at, 0) for at in range(count)]
-                )
-                assert backward == [(at, pipeline.virtual - 1 - chunk) for at, chunk in forward]
                 assert total == count * pipeline.virtual
+                turns = [one for at in range(remaining) for one in (forward[warmup + at], backward[at])]
+                expected = [*forward[:warmup], *turns, *backward[remaining:]]
+                assert stage_order(stage, count, pipeline) == expected, (count, pipeline, stage)
+                seen += 1
+    assert seen > 3_000
 
 
 def test_forward_only_runs_the_table_and_nothing_else() -> None:
@@ -234,3 +243,9 @@ def test_stage_cost_becomes_shares_and_the_pipeline_stays_hashable() -> None:
     assert pipeline.shares == (0.25, 0.75)
     assert Pipeline(2, 2).shares == (0.25,) * 4
     assert hash(pipeline) == hash(Pipeline(2, stage_cost=(1.0, 3.0)))
+
+
+def test_equal_micro_batches_cost_the_overhead_that_the_error_names() -> None:
+    for pipeline in interleaved(4, 3):
+        for count in filter(lambda count: is_legal_count(count, pipeline), range(1, 20)):
+            assert simulate([1.0] * count, pipeline).overhead == pytest.approx(equal_overhead(count, pipeline))
