@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 Side = Literal["naive", "optimised", "both"]
 Direction = Literal["higher", "lower", "none"]
-Source = Literal["measured", "predicted"]
+Source = Literal["measured", "paced", "predicted"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Series:
         direction: which way is better; ``none`` for facts that have no better way.
         values: raw samples in the order they were taken. Samples of the two sides (and their variants) with the same
             index form a pair: they were taken one after the other.
-        source: whether the values were measured on a device or predicted by a simulator or on fake tensors.
+        source: ``measured`` on a device; ``paced``: timed on real ranks and schedules whose passes take planned times
+            by waiting; ``predicted`` by a simulator or on fake tensors.
         limit: an exact bound that the values must keep (in the sense of ``direction``), or None.
         variant: which implementation of the side, where there are several, e.g. the name of a planner.
         notes: facts about this series that a reader needs, such as the gradient with the largest error.

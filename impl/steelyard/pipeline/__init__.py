@@ -2,7 +2,9 @@
 them.
 """
 
-from steelyard.pipeline.order import best_order, both_ends, makespan_lower_bound
+from steelyard.pipeline.bound import makespan_lower_bound
+from steelyard.pipeline.exchange import simulate_exchange
+from steelyard.pipeline.order import best_order, both_ends
 from steelyard.pipeline.schedule import (
     Pipeline,
     check_count,
@@ -12,8 +14,10 @@ from steelyard.pipeline.schedule import (
     stage_order,
 )
 from steelyard.pipeline.simulate import Span, Timeline, simulate
+from steelyard.pipeline.spans import PassTimeline
 
 __all__ = [
+    "PassTimeline",
     "Pipeline",
     "Span",
     "Timeline",
@@ -25,5 +29,6 @@ __all__ = [
     "makespan_lower_bound",
     "nearest_legal_counts",
     "simulate",
+    "simulate_exchange",
     "stage_order",
 ]

@@ -20,7 +20,7 @@ def ranks(tmp_path):
     def run(function: str, world: int, *arguments: str, time_limit: float = 120) -> str:
         """Call ``function`` of on_ranks.py on ``world`` ranks; return what they printed, or fail with it."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["on_ranks", "steelyard.step", "steelyard.model.build"])
+        context.set_forkserver_preload(["on_ranks", "steelyard.step", "steelyard.model.build", "mbridge"])
         processes = [
             context.Process(target=on_ranks.main, args=(function, arguments, rank, world, str(tmp_path)))
             for rank in range(world)

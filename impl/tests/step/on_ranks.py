@@ -1,5 +1,6 @@
 """What the tests of this folder run on ranks; conftest.py starts them."""
 
+import importlib
 import os
 import sys
 import traceback
@@ -90,7 +91,11 @@ def refuses_an_illegal_fixed_count():
     layout = ParallelLayout(pp=2, vpp=2)
     models, _ = make(layout)
     batch = rollouts(PROMPTS, RESPONSES).select([0, 1, 2])
-    with pytest.raises(PlanError, match="micro_batch_size=1 makes 3 micro-batches of 3 rows.*next legal count is 4"):
+    text = (
+        r"micro_batch_size=1 makes 3 micro-batches of 3 rows.*: use micro_batch_size=2 \(2 micro-batches, predicted "
+        r"time 1\.[0-9]{2} of the ideal\) or max_tokens"
+    )
+    with pytest.raises(PlanError, match=text):
         forward_backward_batch(batch, ActorRole(), models, StepSettings(micro_batch_size=1, layout=layout))
 
 
@@ -481,7 +486,10 @@ def scores_at_the_last_token():
 
 
 def main(function, arguments, rank, world, folder):
-    """One rank: its output goes to a file, and it exits with 1 where the function raises."""
+    """One rank: its output goes to a file, and it exits with 1 where the function raises.
+
+    ``function`` is one of this module, or ``module:function``.
+    """
     log = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
@@ -490,7 +498,8 @@ def main(function, arguments, rank, world, folder):
         with host.running_on("cpu"):
             store = dist.FileStore(f"{folder}/store", world)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-            globals()[function](*arguments)
+            module, _, name = function.rpartition(":")
+            getattr(importlib.import_module(module or __name__), name)(*arguments)
             dist.barrier()
             dist.destroy_process_group()
     except BaseException:
