@@ -26,7 +26,9 @@ class ParallelLayout:
         cp: context-parallel size.
         cp_kind: how context-parallel ranks see each other's keys and values.
         dp: data-parallel size (copies of the model that see different rows).
-        ep: expert-parallel size; the experts are spread over ep of the tp·cp·dp ranks of a stage.
+        ep: expert-parallel size; the experts are spread over ep groups of the tp·cp·dp ranks of a stage.
+        etp: tensor-parallel size within an expert; an expert then lies on etp ranks, and all experts on etp·ep. None
+            means Megatron's default, ``tp``.
         group: micro-batches that pass one virtual stage before the next (Megatron's
             ``microbatch_group_size_per_vp_stage``). None means Megatron's default, ``pp``.
     """
@@ -40,9 +42,12 @@ class ParallelLayout:
     dp: int = 1
     ep: int = 1
     group: int | None = None
+    etp: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "vpp", "cp", "dp", "ep"):
+        if self.etp is None:
+            object.__setattr__(self, "etp", self.tp)
+        for name in ("tp", "pp", "vpp", "cp", "dp", "ep", "etp"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise LayoutError(f"{name}={value!r} must be a whole number of at least 1")
@@ -60,14 +65,21 @@ class ParallelLayout:
             object.__setattr__(self, "group", self.pp)
         elif self.group < self.pp:
             raise LayoutError(f"group={self.group} is below pp={self.pp}: Megatron wants pp <= group <= micro-batches")
-        if (self.tp * self.cp * self.dp) % self.ep:
-            ranks = self.tp * self.cp * self.dp
-            raise LayoutError(f"ep={self.ep} does not divide the {ranks} ranks of a stage (tp*cp*dp): use a divisor")
+        if self.stage_ranks % (self.expert_tensor_parallel * self.ep):
+            raise LayoutError(
+                f"etp={self.etp} times ep={self.ep} does not divide the {self.stage_ranks} ranks of a stage "
+                f"(tp*cp*dp), over which Megatron spreads the experts: change ep, or etp (by default tp)"
+            )
 
     @property
     def world(self) -> int:
         """Number of ranks."""
         return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.tp * self.cp * self.dp
 
     @property
     def model_ranks(self) -> int:
@@ -78,6 +90,11 @@ class ParallelLayout:
     def sequence_parallel(self) -> bool:
         """``sp`` with its default resolved."""
         return bool(self.sp)
+
+    @property
+    def expert_tensor_parallel(self) -> int:
+        """``etp`` with its default resolved."""
+        return self.etp or self.tp
 
     def check(self, shape: ModelShape) -> None:
         """Raise ``LayoutError`` where Megatron could not build ``shape`` on this layout."""
@@ -95,7 +112,7 @@ class ParallelLayout:
                 f"cp={self.cp} with cp_kind='all_to_all' does not divide the {shape.heads // self.tp} attention heads "
                 f"of a tensor-parallel rank: use cp_kind='all_gather' or a divisor"
             )
-        if shape.ffn % self.tp:
+        if shape.moe_layers < shape.layers and shape.ffn % self.tp:
             raise LayoutError(f"tp={self.tp} does not divide the model's feed-forward size {shape.ffn}: use a divisor")
         if shape.vocab % self.tp:
             raise LayoutError(f"tp={self.tp} does not divide the model's vocabulary of {shape.vocab}: use a divisor")
@@ -104,10 +121,32 @@ class ParallelLayout:
             raise LayoutError(
                 f"pp*vpp={chunks} does not divide the model's {shape.layers} layers: use pp and vpp whose product does"
             )
-        if self.ep > 1 and not shape.experts:
-            raise LayoutError(f"ep={self.ep} needs a mixture-of-experts model; this one is dense: use ep=1")
-        if shape.experts and shape.experts % self.ep:
-            raise LayoutError(f"ep={self.ep} does not divide the model's {shape.experts} experts")
+        self._check_experts(shape)
+
+    def _check_experts(self, shape: ModelShape) -> None:
+        if not shape.experts:
+            for name, neutral in (("ep", 1), ("etp", self.tp)):
+                if getattr(self, name) != neutral:
+                    raise LayoutError(
+                        f"{name}={getattr(self, name)} needs a mixture-of-experts model; this one is dense: use "
+                        f"{name}={neutral}"
+                    )
+            return
+        if shape.experts % self.ep:
+            raise LayoutError(f"ep={self.ep} does not divide the model's {shape.experts} experts: use a divisor")
+        if shape.moe_ffn % self.expert_tensor_parallel:
+            raise LayoutError(
+                f"etp={self.etp} does not divide an expert's feed-forward size {shape.moe_ffn}: use a divisor"
+            )
+        if shape.shared_ffn % self.tp:
+            raise LayoutError(
+                f"tp={self.tp} does not divide the shared experts' feed-forward size {shape.shared_ffn}: use a divisor"
+            )
+        if self.tp > 1 and not self.sp:
+            raise LayoutError(
+                f"sp=False with tp={self.tp}: Megatron trains a mixture of experts on tensor-parallel ranks only with "
+                f"sequence parallelism: use sp=True"
+            )
 
     def check_world(self, world: int) -> None:
         """Raise ``LayoutError`` unless the layout needs exactly ``world`` ranks."""
@@ -122,6 +161,8 @@ class ParallelLayout:
         parts = [
             f"{name}{size}" + ("+sp" if name == "tp" and self.sp else "") for name, size in sizes.items() if size > 1
         ]
+        if self.etp != self.tp:
+            parts.append(f"etp{self.etp}")
         if self.cp > 1 and self.cp_kind == "all_to_all":
             parts[parts.index(f"cp{self.cp}")] += "(a2a)"
         return " ".join(parts) or "1"

@@ -146,6 +146,13 @@ def test_experts_are_read_from_every_family() -> None:
     assert (deepseek.experts, deepseek.shared_ffn, deepseek.dense_layers) == (6, 96, 1)
 
 
+def test_weights_of_chosen_experts_are_as_the_configuration_says_or_as_transformers_has_it() -> None:
+    assert not ModelShape.from_hf(QWEN2_MOE).norm_topk_prob
+    assert ModelShape.from_hf(QWEN2_MOE | {"norm_topk_prob": True}).norm_topk_prob
+    assert ModelShape.from_hf(DEEPSEEK | {"model_type": "deepseek_v3"}).norm_topk_prob
+    assert ModelShape.preset("qwen3-30b-a3b").norm_topk_prob
+
+
 def test_experts_are_read_under_their_newer_name() -> None:
     for config, old in ((QWEN2_MOE, "num_experts"), (DEEPSEEK, "n_routed_experts")):
         newer = {key: value for key, value in config.items() if key != old} | {"num_local_experts": 6}
@@ -251,6 +258,7 @@ def test_a_bad_configuration_file_is_refused(tmp_path: Path) -> None:
         ({"experts": -1}, "experts=-1"),
         ({"moe_ffn": 8}, "moe_ffn=8 needs experts"),
         ({"shared_gate": True}, "shared_gate=True needs experts"),
+        ({"norm_topk_prob": True}, "norm_topk_prob=True needs experts"),
         ({"experts": 4, "experts_per_token": 2}, "moe_ffn=0"),
         ({"experts": 4, "moe_ffn": 8}, "experts_per_token=0"),
         ({"qk_nope": 8}, "qk_nope=8 needs kv_lora"),

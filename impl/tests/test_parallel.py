@@ -1,5 +1,7 @@
 """Which layouts are legal, and that the refusal names the size to change."""
 
+import dataclasses
+
 import pytest
 
 from steelyard.cost import ModelShape
@@ -30,7 +32,10 @@ def test_defaults():
         ({"vpp": 2}, "vpp=2 needs pp > 1"),
         ({"pp": 4, "group": 2}, "group=2 is below pp=4"),
         ({"cp_kind": "ring"}, "cp_kind='ring' is unknown"),
-        ({"ep": 2}, "ep=2 does not divide the 1 ranks"),
+        ({"ep": 2}, "etp=1 times ep=2 does not divide the 1 ranks"),
+        # Megatron spreads an expert over the tensor-parallel ranks unless it is told otherwise.
+        ({"tp": 2, "ep": 2}, "etp=2 times ep=2 does not divide the 2 ranks of a stage"),
+        ({"tp": 2, "etp": 0}, "etp=0 must be a whole number"),
     ],
 )
 def test_sizes_that_contradict_each_other(sizes, text):
@@ -46,12 +51,44 @@ def test_sizes_that_contradict_each_other(sizes, text):
         ({"pp": 3}, r"pp\*vpp=3 does not divide the model's 8 layers"),
         ({"pp": 4, "vpp": 4}, r"pp\*vpp=16 does not divide"),
         ({"ep": 2, "dp": 2}, "ep=2 needs a mixture-of-experts model"),
+        ({"etp": 1, "tp": 2}, "etp=1 needs a mixture-of-experts model; this one is dense: use etp=2"),
         ({"tp": 8, "cp": 2, "cp_kind": "all_to_all"}, "cp=2 with cp_kind='all_to_all' does not divide the 1 attention"),
     ],
 )
 def test_layouts_that_do_not_fit_the_model(sizes, text):
     with pytest.raises(LayoutError, match=text):
         ParallelLayout(**sizes).check(SHAPE)
+
+
+EXPERTS = dataclasses.replace(SHAPE, experts=6, experts_per_token=2, moe_ffn=20, shared_ffn=36)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"ep": 4, "dp": 4}, "ep=4 does not divide the model's 6 experts"),
+        ({"etp": 8, "dp": 8}, "etp=8 does not divide an expert's feed-forward size 20"),
+        ({"tp": 8, "etp": 1}, "tp=8 does not divide the shared experts' feed-forward size 36"),
+        ({"tp": 2, "sp": False}, "sp=False with tp=2: Megatron trains a mixture of experts"),
+    ],
+)
+def test_layouts_that_do_not_fit_the_experts(sizes, text):
+    with pytest.raises(LayoutError, match=text):
+        ParallelLayout(**sizes).check(EXPERTS)
+
+
+def test_experts_go_over_the_ranks_of_a_stage():
+    layout = ParallelLayout(tp=2, dp=3, pp=2, ep=3)
+    layout.check(EXPERTS)
+    assert (layout.stage_ranks, layout.expert_tensor_parallel) == (6, 2)
+    ParallelLayout(tp=2, cp=3, ep=6, etp=1).check(EXPERTS)
+    assert str(ParallelLayout(tp=2, ep=2, etp=1)) == "tp2+sp ep2 etp1"
+
+
+def test_the_size_of_dense_layers_does_not_matter_where_there_are_none():
+    ParallelLayout(tp=4).check(dataclasses.replace(EXPERTS, ffn=97))
+    with pytest.raises(LayoutError, match="tp=4 does not divide the model's feed-forward size 97"):
+        ParallelLayout(tp=4).check(dataclasses.replace(EXPERTS, ffn=97, dense_layers=1))
 
 
 def test_more_tensor_parallel_ranks_than_key_value_heads_are_legal():

@@ -146,6 +146,7 @@ def _experts(read: _Reader, kind: str) -> dict[str, Any]:
         "experts": read.size(key or "num_experts"),
         "experts_per_token": read.size("num_experts_per_tok"),
         "moe_ffn": read.size("moe_intermediate_size"),
+        "norm_topk_prob": read.flag("norm_topk_prob", kind == "deepseek_v3"),
     }
     if kind == "qwen2_moe":
         return fields | {

@@ -34,6 +34,7 @@ class ModelShape:
         name: where the shape came from, for messages.
         out_bias: the output projection of attention has a bias.
         shared_gate: the shared experts are scaled by a learned gate (Qwen2-MoE).
+        norm_topk_prob: the weights of a token's chosen experts add up to 1, instead of being shares of all experts.
 
     Raises:
         ShapeError: sizes are not whole numbers, out of range, or contradict each other.
@@ -65,6 +66,7 @@ class ModelShape:
     name: str = "custom"
     out_bias: bool = False
     shared_gate: bool = False
+    norm_topk_prob: bool = False
 
     def __post_init__(self) -> None:
         for name in (*_POSITIVE, *_EXPERTS, *_LATENT):
@@ -80,9 +82,13 @@ class ModelShape:
 
     def _check_experts(self) -> None:
         if not self.experts:
-            given = [f"{name}={getattr(self, name)}" for name in _EXPERTS if getattr(self, name)]
-            if given or self.shared_gate:
-                raise ShapeError(f"model {self.name}: {', '.join(given or ['shared_gate=True'])} needs experts above 0")
+            given = [
+                f"{name}={getattr(self, name)}"
+                for name in (*_EXPERTS, "shared_gate", "norm_topk_prob")
+                if getattr(self, name)
+            ]
+            if given:
+                raise ShapeError(f"model {self.name}: {', '.join(given)} needs experts above 0")
             return
         if not 1 <= self.experts_per_token <= self.experts:
             raise ShapeError(
@@ -114,7 +120,7 @@ class ModelShape:
         """The shape that a Hugging Face configuration describes.
 
         Knows qwen2, qwen3, llama, qwen2_moe, qwen3_moe, deepseek_v2 and deepseek_v3 (Moonlight too). Scaling of rotary
-        positions, routing rules and multi-token prediction layers are not part of a shape.
+        positions, routing in groups and multi-token prediction layers are not part of a shape.
 
         Args:
             config: a dict, a ``config.json`` or a folder that holds one, or anything with ``to_dict()`` (a

@@ -44,7 +44,7 @@ class PackedSelfAttention(SelfAttention):
         params, frequencies = inputs.get("packed_seq_params"), inputs.get("rotary_pos_emb")
         if isinstance(params, HostPackedSeqParams) and frequencies is not None:
             if params.rotary is None:
-                params.rotary = _cos_sin(frequencies, params)
+                params.rotary = _cos_sin(frequencies, params, self.config.params_dtype)
             self._rotary = params.rotary
             inputs["rotary_pos_emb"] = None
         try:
@@ -59,18 +59,23 @@ class PackedSelfAttention(SelfAttention):
         return query, key, *rest
 
 
-def _cos_sin(frequencies: torch.Tensor, params: HostPackedSeqParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """cosine and sine [L, 1, 1, D] of each local slot, from megatron-core's [positions, 1, 1, D]."""
+def _cos_sin(
+    frequencies: torch.Tensor, params: HostPackedSeqParams, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cosine and sine [L, 1, 1, D] of each local slot, from megatron-core's [positions, 1, 1, D].
+
+    They get the type of the queries here, once: cast in every layer, each cast would be kept for the backward pass.
+    """
     table = frequencies[0] if isinstance(frequencies, tuple) else frequencies
     angles = table.index_select(0, params.positions)
-    return angles.cos(), angles.sin()
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def _rotate(x_LBND: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of the first dimensions of each head, in halves (not interleaved)."""
     turned, rest = x_LBND.split((cos.size(-1), x_LBND.size(-1) - cos.size(-1)), dim=-1)
     first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos.to(x_LBND.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x_LBND.dtype)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
     return torch.cat((turned, rest), dim=-1)
 
 
@@ -214,7 +219,7 @@ class PackedAttention(MegatronModule):
     def _exact(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[B, N, S, D] against [B, K, S' >= S, D]: the last query sees all keys, the one before it all but one."""
         grouped, same = query.size(1) != key.size(1), query.size(2) == key.size(2)
-        mask = None if same else causal_lower_right(query.size(2), key.size(2))
+        mask = None if same else _lower_right(query, key)
         if grouped and not same:
             # torch's biases do not take grouped heads.
             key, value = (x.repeat_interleave(query.size(1) // key.size(1), dim=1) for x in (key, value))
@@ -248,6 +253,16 @@ class PackedAttention(MegatronModule):
             enable_gqa=query.size(1) != key.size(1),
         )
         return cast(torch.Tensor, out)
+
+
+def _lower_right(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The mask [S, S'] whose last query sees all keys."""
+    if query.is_cuda:
+        # Kernels there know this mask by its kind.
+        return cast(torch.Tensor, causal_lower_right(query.size(2), key.size(2)))
+    # Elsewhere torch writes it out, but cannot while operators are watched (torch.utils._python_dispatch).
+    whole = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device)
+    return whole.tril(key.size(2) - query.size(2))
 
 
 def _has_flash(query: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 
 from steelyard.errors import InputError
@@ -59,6 +60,42 @@ class _NoStream:
 
 
 _RANDOM = "megatron.core.tensor_parallel.random"
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher"
+
+
+def _on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What megatron-core's ``maybe_move_tensor_to_cpu`` makes of a tensor on CUDA."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _all_gather(outputs: list[torch.Tensor], mine: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """gloo gathers equal shapes only: where they differ along the first dimension, send to each rank instead."""
+    if len({output.shape for output in outputs}) == 1:
+        return distributed_c10d.all_gather(outputs, mine, group, async_op)
+    rows = [len(output) for output in outputs]
+    everything = mine.new_empty((sum(rows), *mine.shape[1:]))
+    to_each = mine.repeat(len(rows), *[1] * (mine.dim() - 1))
+    distributed_c10d.all_to_all_single(everything, to_each, rows, [len(mine)] * len(rows), group)
+    for output, part in zip(outputs, everything.split(rows), strict=True):
+        output.copy_(part)
+    return None
+
+
+def _reduce_scatter(
+    mine: torch.Tensor,
+    inputs: list[torch.Tensor],
+    op: Any = distributed_c10d.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Likewise for its counterpart."""
+    if len({part.shape for part in inputs}) == 1:
+        return distributed_c10d.reduce_scatter(mine, inputs, op, group, async_op)
+    received = mine.new_empty((len(mine) * len(inputs), *mine.shape[1:]))
+    rows = [len(part) for part in inputs]
+    distributed_c10d.all_to_all_single(received, torch.cat(inputs), [len(mine)] * len(rows), rows, group)
+    mine.copy_(received.unflatten(0, (len(rows), len(mine))).sum(0))
+    return None
 
 
 class _NoEvent(_NoStream):
@@ -87,6 +124,14 @@ ADAPTIONS: tuple[Adaption, ...] = (
     Adaption(
         _RANDOM, "_set_cuda_rng_state", lambda s, *_, **__: torch.set_rng_state(s), "forks restore the device's state"
     ),
+    Adaption(
+        _DISPATCHER,
+        "maybe_move_tensor_to_cpu",
+        _on_the_host,
+        "experts' token counts go to collectives as numpy arrays, which only CUDA tensors were made into",
+    ),
+    Adaption("torch.distributed", "all_gather", _all_gather, "ranks that share an expert hold unequal tokens"),
+    Adaption("torch.distributed", "reduce_scatter", _reduce_scatter, "and get unequal tokens back"),
 )
 
 

@@ -13,12 +13,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from steelyard.balance import MicroBatchPlan, digest_of, plan_micro_batches, verify_digest
-from steelyard.errors import InputError, PlanError
+from steelyard.balance.agreement import gather
+from steelyard.errors import InputError, PlanError, PlanMismatch
+from steelyard.model.config import routing_losses
 from steelyard.parallel import ParallelLayout
-from steelyard.pipeline import Pipeline, legal_count
+from steelyard.pipeline import Pipeline, is_legal_count
 from steelyard.step.batch import MicroBatch, RolloutBatch, make_micro_batch
+from steelyard.step.fixed import legal_sizes, split_rows, time_over_ideal
 from steelyard.step.losses import mask_totals
 from steelyard.step.roles import Role
 
@@ -95,7 +99,7 @@ def plan(batch: RolloutBatch, settings: StepSettings) -> list[list[int]]:
         PlanError: a row above the budget, or a count of fixed micro-batches that Megatron's schedule refuses.
     """
     if settings.max_tokens is None:
-        return _fixed_split(batch.rows, settings)
+        return _fixed_split(batch, settings)
     layout = settings.layout
     made = plan_micro_batches(
         settings.slots(batch.lengths),
@@ -107,17 +111,23 @@ def plan(batch: RolloutBatch, settings: StepSettings) -> list[list[int]]:
     return made.indices
 
 
-def _fixed_split(rows: int, settings: StepSettings) -> list[list[int]]:
-    size = settings.micro_batch_size or rows
-    indices = [list(range(start, min(start + size, rows))) for start in range(0, rows, size)]
-    legal = legal_count(len(indices), settings.pipeline())
-    if legal != len(indices):
-        raise PlanError(
-            f"micro_batch_size={size} makes {len(indices)} micro-batches of {rows} rows, which Megatron's schedule "
-            f"refuses for {settings.layout}; the next legal count is {legal}: change micro_batch_size, or set "
-            f"max_tokens for dynamic micro-batches"
-        )
-    return indices
+def _fixed_split(batch: RolloutBatch, settings: StepSettings) -> list[list[int]]:
+    size = settings.micro_batch_size or batch.rows
+    indices = split_rows(batch.rows, size)
+    pipeline = settings.pipeline()
+    if pipeline is None or is_legal_count(len(indices), pipeline):
+        return indices
+    sizes = legal_sizes(batch.rows, size, pipeline)
+    choices = [
+        f"micro_batch_size={one} ({len(split)} micro-batches, predicted time "
+        f"{time_over_ideal(split, settings.slots(batch.lengths), pipeline, settings.cost, packed=settings.packed):.2f} "
+        f"of the ideal)"
+        for one, split in ((one, split_rows(batch.rows, one)) for one in sizes)
+    ]
+    raise PlanError(
+        f"micro_batch_size={size} makes {len(indices)} micro-batches of {batch.rows} rows, which Megatron's schedule "
+        f"refuses for {settings.layout}: use {' or '.join([*choices, 'max_tokens for dynamic micro-batches'])}"
+    )
 
 
 def forward_backward_batch(
@@ -150,7 +160,8 @@ def forward_backward_batch(
 
     Raises:
         BatchError: a field that the role needs is missing.
-        PlanError: no legal micro-batches, or model-parallel peers hold different ones.
+        PlanError: no legal micro-batches, or model-parallel peers hold different ones, or a mixture of experts would
+            notice the fillers among them.
     """
     rollouts = batch if isinstance(batch, RolloutBatch) else RolloutBatch.of(batch)
     layout, device = settings.layout, torch.device(torch.cuda.current_device())
@@ -165,6 +176,7 @@ def forward_backward_batch(
     else:
         weights = role.aggregation.weights(rollouts.response_mask)
         denominator = role.aggregation.denominator(_global_totals(rollouts)).float()
+    _check_experts(chosen, rollouts, models[0].config, layout, forward_only)
 
     def micro_batches() -> Iterator[tuple[int, MicroBatch]]:
         for number, rows in enumerate(chosen):
@@ -204,6 +216,32 @@ def _compare_with_peers(chosen: list[list[int]], batch: RolloutBatch, layout: Pa
     if layout.model_ranks > 1:
         groups = (parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group())
         verify_digest(digest_of(chosen, batch.lengths.tolist()), *groups)
+
+
+def _check_experts(
+    chosen: list[list[int]], batch: RolloutBatch, config: TransformerConfig, layout: ParallelLayout, forward_only: bool
+) -> None:
+    """What a mixture of experts asks of the micro-batches of all data-parallel ranks; raised on every one of them."""
+    if config.num_moe_experts is None:
+        return
+    reasons = [] if forward_only else routing_losses(config)
+    if layout.ep == 1 and not reasons:
+        return
+    group = parallel_state.get_data_parallel_group()
+    fillers = sum(not batch.lengths[rows].any() for rows in chosen)
+    everywhere = gather((len(chosen), fillers), group)
+    for rank, (count, fillers) in enumerate(everywhere):
+        if layout.ep > 1 and count != everywhere[0][0]:
+            raise PlanMismatch(
+                f"data-parallel rank {rank} has {count} micro-batches, rank 0 has {everywhere[0][0]}: with "
+                f"ep={layout.ep} they exchange tokens in every one; plan with max_tokens, or give every rank as many"
+            )
+        if fillers and reasons:
+            raise PlanError(
+                f"data-parallel rank {rank} needs {fillers} fillers among its {count} micro-batches, and their tokens "
+                f"would change the result of a mixture of experts with {' and '.join(reasons)}: give the rank more "
+                f"rows, lower max_tokens, or switch that off"
+            )
 
 
 def _global_totals(batch: RolloutBatch) -> torch.Tensor:

@@ -10,37 +10,23 @@ from steelyard.model import host
 from steelyard.model.attention import PackedAttention
 from steelyard.model.build import build_model
 from steelyard.model.config import transformer_config
-from steelyard.model.ddp import DEFAULTS, resolve_ddp_config
 from steelyard.parallel import ParallelLayout
 
 SHAPE = ModelShape(layers=4, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=96)
 
 
-def test_ddp_defaults_hold_until_the_user_overrides_them():
-    assert resolve_ddp_config().grad_reduce_in_fp32 is DEFAULTS["grad_reduce_in_fp32"] is True
-    config = resolve_ddp_config({"use_distributed_optimizer": False, "bucket_size": 7})
-    assert (config.use_distributed_optimizer, config.bucket_size, config.grad_reduce_in_fp32) == (False, 7, True)
-
-
-def test_an_unknown_ddp_field_is_named_with_what_is_close():
-    with pytest.raises(InputError, match=r"unknown field 'overlap_grad_reduction'.*overlap_grad_reduce"):
-        resolve_ddp_config({"overlap_grad_reduction": True})
-
-
 def test_an_unknown_builder_is_refused():
-    with pytest.raises(InputError, match="builder='nemo' is unknown: use 'megatron'"):
+    with pytest.raises(InputError, match="builder='nemo' is unknown: use 'megatron', 'mbridge' or 'megatron-bridge'"):
         build_model(SHAPE, ParallelLayout(), builder="nemo")
 
 
-EXPERTS = {"experts": 4, "experts_per_token": 2, "moe_ffn": 16}
 LATENT = {"kv_lora": 8, "qk_nope": 4, "qk_rope": 4, "v_head_dim": 8}
 
 
-@pytest.mark.parametrize("fields", [EXPERTS, LATENT])
-def test_a_shape_that_cannot_be_built_is_refused_by_name(fields):
+def test_a_shape_that_cannot_be_built_is_refused_by_name():
     values = {name: getattr(SHAPE, name) for name in ("layers", "hidden", "ffn", "heads", "head_dim", "vocab")}
-    shape = ModelShape(**values, kv_heads=4 if "kv_lora" in fields else 2, name="mine", **fields)
-    with pytest.raises(ShapeError, match="model mine: only dense models"):
+    shape = ModelShape(**values, kv_heads=4, name="mine", **LATENT)
+    with pytest.raises(ShapeError, match="model mine: multi-head latent attention"):
         transformer_config(shape, ParallelLayout())
 
 
