@@ -100,7 +100,7 @@ def values_and_count(draw: st.DrawFn) -> tuple[list[int], int, bool]:
     return draw(st.lists(st.integers(0, largest), min_size=rows, max_size=rows)), count, equal
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(values_and_count())
 def test_partitions_are_valid_and_no_worse_than_verls(case: tuple[list[int], int, bool]) -> None:
     values, count, equal = case
@@ -158,7 +158,7 @@ def test_what_makes_no_partition_is_refused(values: list[Any], count: int, equal
     assert text in str(caught.value)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_groups_of_a_uid_stay_together(data: st.DataObject) -> None:
     count, each = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
