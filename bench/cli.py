@@ -1,23 +1,25 @@
 """The command line of the harness.
 
 ``python -m bench run --matrix smoke`` weighs the optimised step against the naive one; ``list`` shows what can be run
-and ``report`` writes the page of an earlier run again. Exit codes: 0 fine, 1 a cell failed or broke its limit, 2 bad
-input, 130 interrupted. Modules that need torch or matplotlib are imported in the commands, so that ``--help`` is quick.
+and ``report`` writes the page of an earlier run again; ``cli_verdicts.py`` holds the commands that judge. Exit codes: 0
+fine, 1 a cell failed or broke its limit, 2 bad input, 3 no cell failed but some did not run or were lost, 130
+interrupted. Modules that need torch or matplotlib are imported in the commands, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bench import cli_verdicts
+from bench.cli_parts import AsJson, DeviceName, bad_input_in_one_line, print_json
 from steelyard.errors import InputError
 
 if TYPE_CHECKING:
+    from bench.session import Session
     from bench.summary import Summary
 
 RESPONSE_COLUMN = "response_tokens"
@@ -33,21 +35,22 @@ app = typer.Typer(
 )
 
 
-class DeviceName(StrEnum):
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")]
+class Where(StrEnum):
+    here = "here"
+    ray = "ray"
 
 
 @app.command()
 def run(
+    context: typer.Context,
     matrix: Annotated[
         str, typer.Option(metavar="NAME|FILE", help="A shipped matrix by name, or a .toml file.")
     ] = "smoke",
-    suite: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Run only this suite; can be repeated.")
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", "--suite", metavar="SUITE|PATTERN", help="Run only this suite, or cells such as 'parity/*/dp2/*'."
+        ),
     ] = None,
     lengths: Annotated[
         Path | None,
@@ -64,33 +67,90 @@ def run(
     device: Annotated[
         DeviceName | None, typer.Option(help="Default: CUDA where there is a GPU for every rank, else the CPU.")
     ] = None,
+    side: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=MODULE:FUNCTION", help="Weigh a function of yours too: see suites/sides.py."),
+    ] = None,
+    on: Annotated[Where, typer.Option(help="This machine, or the Ray cluster that it is part of.")] = Where.here,
+    pairs: Annotated[
+        str | None,
+        typer.Option(metavar="N|auto", help="Pairs of every cell; auto: as many as 'selftest' found enough here."),
+    ] = None,
+    time_budget: Annotated[
+        str | None, typer.Option(metavar="TIME", help="End the run after 90s, 20m or 1.5h; --resume goes on.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN_FOLDER", help="Go on with a run: cells without a result run (again).")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the cells and what would fill them.")] = False,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder that gets a folder for this run.")] = Path(
         "results/runs"
     ),
     as_json: AsJson = False,
 ) -> None:
     """Run a matrix and leave records, a report and pictures."""
-    with _bad_input_in_one_line():
-        from bench.environment import commit
-        from bench.progress import CellProgress
-        from bench.record import FILE_NAME, RecordWriter, new_run_folder
-        from bench.run import choose_cells, run_cells
+    with bad_input_in_one_line():
+        from bench import session
         from suites.matrix import LengthsFile
 
-        if lengths is None and (prompt_column or response_column):
-            raise InputError("--prompt-column and --response-column name columns of a file: add --lengths FILE")
-        lengths_file = lengths and LengthsFile(
-            path=str(lengths), prompt_column=prompt_column, response_column=response_column or RESPONSE_COLUMN
-        )
-        device_name = device and device.value
-        cells = choose_cells(matrix, suite or (), lengths_file, device_name)
-        folder = new_run_folder(out, Path(matrix).stem, commit())
-    with RecordWriter(folder / FILE_NAME) as writer, CellProgress(len(cells)) as progress:
-        complete = run_cells(cells, folder, device_name, writer, progress.start, progress.end)
-    summary = _conclude(folder, as_json)
-    if not complete:
-        raise typer.Exit(130)
-    raise typer.Exit(1 if summary.counts["failed"] else 0)
+        budget = None if time_budget is None else session.seconds(time_budget)
+        if resume is not None:
+            _refuse_with_resume(context)
+            opened = session.resumed(resume)
+        else:
+            if lengths is None and (prompt_column or response_column):
+                raise InputError("--prompt-column and --response-column name columns of a file: add --lengths FILE")
+            lengths_file = lengths and LengthsFile(
+                path=str(lengths), prompt_column=prompt_column, response_column=response_column or RESPONSE_COLUMN
+            )
+            opened = session.new(matrix, only or (), lengths_file, device and device.value, side or (), on.value, pairs)
+        with opened as one:
+            for note in one.notes:
+                typer.echo(f"note: {note}", err=True)
+            if dry_run:
+                _show_tasks(one, as_json)
+                return
+            folder, stop = one.run(out, budget)
+        if stop is not None:
+            typer.echo(f"the run is not complete: {stop.value}: go on with --resume {folder}", err=True)
+        summary = _conclude(folder, as_json)
+    raise typer.Exit(_exit_code(summary, stop))
+
+
+def _refuse_with_resume(context: typer.Context) -> None:
+    for name in (
+        "matrix",
+        "only",
+        "lengths",
+        "prompt_column",
+        "response_column",
+        "device",
+        "side",
+        "on",
+        "pairs",
+        "out",
+    ):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise InputError(
+                f"--{name.replace('_', '-')} cannot be given with --resume: the run goes on as it began; leave it out"
+            )
+
+
+def _show_tasks(session: Session, as_json: bool) -> None:
+    for task in session.tasks:
+        typer.echo(f"{task.cell.id}: {task.how}, at most {task.cell.time_limit:g} s")
+    typer.echo(f"{len(session.tasks)} cells; nothing was run")
+    if as_json:
+        print_json({"matrix": session.plan.matrix, "cells": {task.cell.id: task.how for task in session.tasks}})
+
+
+def _exit_code(summary: Summary, stop: StrEnum | None) -> int:
+    if stop is not None and stop.name == "interrupted":
+        return 130
+    if summary.counts["failed"]:
+        return 1
+    return 0 if summary.verdict == "passed" else 3
 
 
 @app.command()
@@ -99,7 +159,7 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Write the report of an earlier run again."""
-    with _bad_input_in_one_line():
+    with bad_input_in_one_line():
         if not run_folder.is_dir():
             raise InputError(f"run folder {run_folder}: is not a folder: name one that 'python -m bench run' made")
         _conclude(run_folder, as_json)
@@ -107,25 +167,36 @@ def report(
 
 @app.command("list")
 def list_(as_json: AsJson = False) -> None:
-    """Show suites, workloads and matrices."""
-    with _bad_input_in_one_line():
+    """Show suites, workloads and matrices, and what this machine can fill."""
+    with bad_input_in_one_line():
+        from bench.cells import Machine, Task
         from steelyard import lengths
-        from suites import SUITES, matrix
+        from suites import SUITES, describe, matrix
 
+        machine = Machine.this()
+        suites = {name: describe(name) for name in SUITES}
         matrices = [matrix.load(name, list(SUITES)) for name in matrix.names()]
-    typer.echo(f"suites: {', '.join(SUITES)}")
-    typer.echo(f"workloads: {', '.join(lengths.names())}")
+        tasks = {one.name: [Task.of(cell, machine) for cell in one.cells()] for one in matrices}
+    typer.echo(f"{machine}\n\nsuites:")
+    for name, text in suites.items():
+        typer.echo(f"  {name}: {text}")
+    typer.echo(f"\nworkloads: {', '.join(lengths.names())}")
     for one in matrices:
-        typer.echo(f"\nmatrix {one.name}: {one.description}")
-        for cell in one.cells():
-            typer.echo(f"  {cell.id}")
+        can = sum(not task.reason for task in tasks[one.name])
+        typer.echo(f"\nmatrix {one.name}: {one.description}\n  {can} of {len(tasks[one.name])} cells can run here:")
+        for task in tasks[one.name]:
+            typer.echo(f"  {task.cell.id}: {task.how}")
     if as_json:
-        _print_json(
+        print_json(
             {
-                "suites": list(SUITES),
+                "machine": {"cores": machine.cores, "gpus": machine.gpus},
+                "suites": suites,
                 "workloads": lengths.names(),
                 "matrices": {
-                    one.name: {"description": one.description, "cells": [cell.id for cell in one.cells()]}
+                    one.name: {
+                        "description": one.description,
+                        "cells": {task.cell.id: task.how for task in tasks[one.name]},
+                    }
                     for one in matrices
                 },
             }
@@ -145,42 +216,40 @@ def _conclude(folder: Path, as_json: bool) -> Summary:
     if records.dropped:
         typer.echo(f"warning: {records.dropped}", err=True)
     summary = Summary.of(records.lines)
-    page = write_report(folder, records)
+    try:
+        page: Path | None = write_report(folder, records)
+    except OSError as error:
+        # The records are what counts; a full disk may have no room for pages.
+        page = None
+        typer.echo(
+            f"warning: no report was written ({error.strerror}): try 'python -m bench report {folder}'", err=True
+        )
     console = Console()
     console.width = max(console.width, LEAST_WIDTH)
     for table in main_tables(summary):
         console.print(table.rich())
         console.print()
     typer.echo(summary.sentence)
-    typer.echo(f"report: {page}")
+    typer.echo(f"report: {page or 'none'}")
     if as_json:
-        _print_json(
+        print_json(
             {
                 "run": str(folder),
-                "report": str(page),
+                "report": page and str(page),
                 "verdict": summary.verdict,
                 "sentence": summary.sentence,
                 "cells": summary.counts,
+                "busy": summary.busy,
                 "throughput": [row for _, row in summary.throughput],
                 "parity": [row for _, row in summary.parity],
                 "planning": [row for _, row in summary.planning],
                 "packing": [row for _, row in summary.packing],
+                "bubbles": [row for _, row in summary.bubbles],
+                "overrides": summary.overrides,
                 "problems": {cell.id: cell.reason for cell in summary.cells if cell.status != "passed"},
             }
         )
     return summary
 
 
-def _print_json(value: Any) -> None:
-    from pydantic_core import to_json
-
-    typer.echo(to_json(value, inf_nan_mode="strings"))
-
-
-@contextlib.contextmanager
-def _bad_input_in_one_line() -> Iterator[None]:
-    try:
-        yield
-    except InputError as error:
-        typer.echo(f"error: {' '.join(str(error).splitlines())}", err=True)
-        raise typer.Exit(2) from None
+cli_verdicts.register(app)

@@ -1,137 +1,146 @@
-"""The runner: checks everything first, then weighs cell by cell and writes records; a failing cell ends only itself."""
+"""The runner: weighs cells and writes their records; whatever ends a cell or the run, the file is whole.
+
+Cells run here one after the other, each in a process group of its own, or side by side on a Ray cluster.
+"""
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import math
+import signal
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import StrEnum
 from functools import cache
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from bench.environment import capture
-from bench.record import OutcomeRecord, RecordWriter, SeriesRecord
-from steelyard.errors import InputError
-from steelyard.hints import did_you_mean
-from suites import ON_ONE_DEVICE, SUITES, WITHOUT_RANKS, matrix
-from suites.launch.local import RanksFailed
-from suites.matrix import Cell, LengthsFile
-from suites.measure import Series
+from bench.cells import Task
+from bench.environment import capture, commit, is_dirty
+from bench.record import Conditions, DiskFull, Environment, OutcomeRecord, RecordWriter, SeriesRecord, Status
+from suites.launch.jobs import Ended, Job
 
-Device = Literal["cpu", "cuda"]
+# A place where cells run: it takes jobs, tells of each when it starts, and yields how they ended.
+Place = Callable[[Iterable[Job], Callable[[Job], None], float], Iterator[Ended]]
 
 
-def choose_cells(
-    name: str, only: Sequence[str] = (), lengths_file: LengthsFile | None = None, device: Device | None = None
-) -> list[Cell]:
-    """The cells of matrix ``name`` to run, all checked.
+class Stop(StrEnum):
+    """Why a run ended before all its cells did."""
 
-    Args:
-        name: a shipped matrix, or a path to a ``.toml`` file.
-        only: suites to keep; empty keeps all.
-        lengths_file: takes the place of every workload.
-        device: where the cells must be able to run.
-
-    Raises:
-        InputError: what the user asked for cannot work; nothing was started or written.
-    """
-    for suite in only:
-        if suite not in SUITES:
-            raise InputError(
-                f"suite {suite!r} does not exist{did_you_mean(suite, SUITES)}: choose one of {', '.join(SUITES)}"
-            )
-    every_cell = matrix.load(name, list(SUITES)).cells(lengths_file)
-    cells = [cell for cell in every_cell if not only or cell.suite in only]
-    if not cells:
-        there = ", ".join(sorted({cell.suite for cell in every_cell}))
-        raise InputError(f"matrix {name!r} has no cell of suite {', '.join(only)}: choose one of {there}")
-    for cell in cells:
-        cell.draw()
-        device_of(cell, device)
-    return cells
-
-
-def device_of(cell: Cell, device: Device | None) -> Device:
-    """Where the ranks of ``cell`` will run when ``device`` is asked for; None means CUDA if there are enough GPUs.
-
-    What starts no ranks is computed on the CPU.
-    """
-    if cell.suite in WITHOUT_RANKS:
-        return "cpu"
-    from steelyard.model.host import pick_device
-
-    return pick_device(device, world=1 if cell.suite in ON_ONE_DEVICE else cell.layout.parallel().world).type
+    interrupted = "interrupted by the user"
+    time = "the time budget was used up"
+    disk = "the disk is full"
 
 
 def run_cells(
-    cells: Sequence[Cell],
-    folder: Path,
-    device: Device | None,
+    tasks: Sequence[Task],
+    run: str,
     writer: RecordWriter,
+    place: Place,
     on_start: Callable[[str], None],
     on_end: Callable[[OutcomeRecord], None],
-) -> bool:
-    """Weigh ``cells`` in order and write their records; False when the user interrupted.
+    budget: float | None = None,
+) -> Stop | None:
+    """Weigh the cells of ``tasks`` and write their records.
 
-    After an interruption the cells that did not end are recorded as not run.
+    Args:
+        run: id of the run.
+        place: where they run, e.g. ``suites.launch.alone.run_here``.
+        on_start, on_end: progress.
+        budget: seconds for all; a cell that is not done by then is ended, and did not run.
+
+    Returns:
+        None when every cell had its turn. Else why not, and the other cells are recorded as not run.
     """
-    environment = cache(capture)
-    interrupted = False
-    for cell in cells:
-        common = {
-            "run": folder.name,
-            "cell": cell.id,
-            "case": cell.model_dump(),
-            "environment": environment(device_of(cell, device)),
-        }
-        on_start(cell.id)
-        if interrupted:
-            series, outcome = [], _not_run(common, 0.0)
-        else:
-            start = time.monotonic()
+    left = {task.cell.id: task for task in tasks}
+    stop: Stop | None = None
+
+    def end(task: Task, *records: SeriesRecord | OutcomeRecord) -> None:
+        with _undisturbed():
             try:
-                series, outcome = _weigh(cell, device, common)
-            except KeyboardInterrupt:
-                interrupted = True
-                series, outcome = [], _not_run(common, time.monotonic() - start)
-        for record in (*series, outcome):
-            writer.write(record)
-        on_end(outcome)
-    return not interrupted
+                writer.write(*records)
+            except DiskFull as full:
+                if full.written:
+                    del left[task.cell.id]
+                raise
+            del left[task.cell.id]
+        on_end(records[-1])
 
-
-def _weigh(cell: Cell, device: Device | None, common: dict[str, Any]) -> tuple[list[SeriesRecord], OutcomeRecord]:
-    """Run one cell; whatever it raises becomes its outcome, so that the other cells still get their turn."""
-    start = time.monotonic()
-    series: list[SeriesRecord] = []
-    reason = detail = ""
     try:
-        measured = importlib.import_module(SUITES[cell.suite]).measure(cell, device=device)
-        _check_pairs(measured)
-        common = {**common, "seconds": time.monotonic() - start}
-        series = [SeriesRecord(**common, **vars(one)) for one in measured]
-        reason = _complaint(series)
-    except RanksFailed as error:
-        reason, detail = error.reason, error.detail
-    except InputError as error:
-        reason, detail = str(error), traceback.format_exc()
-    except Exception as error:
-        reason, detail = f"{type(error).__name__}: {error}", traceback.format_exc()
-    common = {**common, "seconds": time.monotonic() - start}
-    status = "failed" if reason else "passed"
-    return series, OutcomeRecord(**common, status=status, reason=" ".join(reason.split()), detail=detail)
+        for task in [task for task in tasks if task.reason]:
+            end(task, _not_run(task, run, task.reason))
+        jobs = [task.job() for task in left.values()]
+        deadline = math.inf if budget is None else time.monotonic() + budget
+        with contextlib.closing(place(jobs, lambda job: on_start(job.name), deadline)) as all_ended:
+            for ended in all_ended:
+                task = left[ended.job.name]
+                end(task, *_records(task, run, ended))
+        stop = Stop.time if left else None
+    except KeyboardInterrupt:
+        stop = Stop.interrupted
+    except DiskFull:
+        stop = Stop.disk
+    with contextlib.suppress(DiskFull):
+        for task in list(left.values()):
+            end(task, _not_run(task, run, stop))
+    return stop
 
 
-def _check_pairs(measured: Sequence[Series]) -> None:
-    """Samples of the two sides are read as pairs, so there must be equally many."""
-    counts: dict[str, dict[str, int]] = {}
-    for one in measured:
-        if one.side != "both":
-            counts.setdefault(one.metric, {})[f"{one.side} {one.variant}".strip()] = len(one.values)
-    for metric, sides in counts.items():
-        if len(set(sides.values())) > 1:
-            raise ValueError(f"the suite returned {metric} in unequal numbers: {sides}")
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Signals wait: records and what is known of them change together."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _records(task: Task, run: str, ended: Ended) -> list[SeriesRecord | OutcomeRecord]:
+    """The lines of a cell, its outcome last."""
+    common: dict[str, Any] = {
+        "run": run,
+        "cell": task.cell.id,
+        "case": task.cell.model_dump(),
+        "seconds": ended.seconds,
+    }
+    if ended.status != "done":
+        common["environment"] = _environment(task.device)
+        return [OutcomeRecord(**common, status=ended.status, reason=_line(ended.reason), detail=ended.detail)]
+    result = ended.result
+    common["seconds"] = result["seconds"]
+    common["environment"] = Environment.model_validate({**result["environment"], **_checkout()})
+    common["conditions"] = Conditions.model_validate(result["conditions"])
+    series = [SeriesRecord(**common, **one) for one in result["series"]]
+    reason = result["reason"] or _unequal(series)
+    # Samples that form no pairs cannot be compared.
+    series, reason = ([], reason) if reason else (series, _complaint(series))
+    status: Status = "failed" if reason else "passed"
+    return [*series, OutcomeRecord(**common, status=status, reason=_line(reason), detail=result["detail"])]
+
+
+def _not_run(task: Task, run: str, reason: str) -> OutcomeRecord:
+    return OutcomeRecord(
+        run=run,
+        cell=task.cell.id,
+        case=task.cell.model_dump(),
+        seconds=0.0,
+        environment=_environment(task.device),
+        status="not_run",
+        reason=reason,
+    )
+
+
+_environment = cache(capture)
+
+
+@cache
+def _checkout() -> dict[str, Any]:
+    """What the runner knows of its sources; a worker of a cluster has a copy without their history."""
+    return {"commit": commit(), "dirty": is_dirty()}
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _complaint(series: Sequence[SeriesRecord]) -> str:
@@ -147,5 +156,13 @@ def _complaint(series: Sequence[SeriesRecord]) -> str:
     return f"{first.metric} is {first.worst:.3g}{where}, {bound} its limit {first.limit:.3g}"
 
 
-def _not_run(common: dict[str, Any], seconds: float) -> OutcomeRecord:
-    return OutcomeRecord(**common, seconds=seconds, status="not_run", reason="interrupted by the user")
+def _unequal(series: Sequence[SeriesRecord]) -> str:
+    """Samples of the two sides are read as pairs, so there must be equally many."""
+    counts: dict[str, dict[str, int]] = {}
+    for one in series:
+        if one.side != "both":
+            counts.setdefault(one.metric, {})[f"{one.side} {one.variant}".strip()] = len(one.values)
+    for metric, sides in counts.items():
+        if len(set(sides.values())) > 1:
+            return f"the suite returned {metric} in unequal numbers: {sides}"
+    return ""

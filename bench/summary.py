@@ -7,6 +7,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from bench.bubbles import Bubbles, bubbles_text
+from bench.handover import Handover, handover_text
+from bench.oom import Oom, oom_text
+from bench.overrides import Override, overrides_of, overrides_text
 from bench.packing import Packing
 from bench.record import OutcomeRecord, SeriesRecord, Status
 from bench.scoreboard import Scoreboard
@@ -203,16 +207,46 @@ class Summary:
         ]
 
     @property
+    def bubbles(self) -> list[tuple[CellRecords, Bubbles]]:
+        return [
+            (cell, Bubbles.of(cell))
+            for cell in self.cells
+            if cell.suite == "bubbles" or cell.find("makespan", "optimised")
+        ]
+
+    @property
+    def handover(self) -> list[tuple[CellRecords, Handover]]:
+        return [(cell, Handover.of(cell)) for cell in self.cells if cell.suite == "handover" or cell.find("engine_gib")]
+
+    @property
+    def oom(self) -> list[tuple[CellRecords, Oom]]:
+        return [(cell, Oom.of(cell)) for cell in self.cells if cell.suite == "oom" or cell.find("threshold_tokens")]
+
+    @property
+    def overrides(self) -> list[Override]:
+        """The cases of all override cells together, a row for each."""
+        return overrides_of(self.cells)
+
+    @property
     def counts(self) -> dict[Status, int]:
         counts = Counter(cell.status for cell in self.cells)
-        return {status: counts[status] for status in ("passed", "failed", "not_run")}
+        return {status: counts[status] for status in ("passed", "failed", "lost", "not_run")}
+
+    @property
+    def busy(self) -> dict[str, str]:
+        """Cells whose figures are doubtful because other work ran on the machine, and what it was."""
+        return {
+            cell.id: cell.first.conditions.busy
+            for cell in self.cells
+            if cell.first.conditions and cell.first.conditions.busy
+        }
 
     @property
     def verdict(self) -> str:
-        """``passed``, ``failed`` when some cell failed, or ``incomplete`` when none failed but some did not run."""
+        """``passed``, ``failed`` when some cell failed, or ``incomplete`` when none failed but some did not end."""
         if self.counts["failed"]:
             return "failed"
-        return "incomplete" if self.counts["not_run"] else "passed"
+        return "incomplete" if self.counts["not_run"] or self.counts["lost"] else "passed"
 
     @property
     def sentence(self) -> str:
@@ -220,7 +254,12 @@ class Summary:
         parts = [f"{self.counts['passed']} of {len(self.cells)} cells passed"]
         parts += [
             f"{count} {word}"
-            for count, word in ((self.counts["failed"], "failed"), (self.counts["not_run"], "did not run"))
+            for count, word in (
+                (self.counts["failed"], "failed"),
+                (self.counts["lost"], "lost with their machine"),
+                (self.counts["not_run"], "did not run"),
+                (len(self.busy), "on a busy machine"),
+            )
             if count
         ]
         text = f"{self.verdict.capitalize()}: {', '.join(parts)}"
@@ -242,7 +281,9 @@ class Summary:
         if packing:
             low, high = f"{min(packing):.1f}", f"{max(packing):.1f}"
             text += f"; packing is {low if low == high else f'{low} to {high}'} times as fast as with host reads"
-        return text
+        text += bubbles_text([row for _, row in self.bubbles]) + handover_text([row for _, row in self.handover])
+        text += oom_text([row for _, row in self.oom])
+        return text + overrides_text(self.overrides)
 
 
 def error_text(error: float) -> str:

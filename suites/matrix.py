@@ -1,11 +1,30 @@
-"""Matrices as data: a TOML file names suites, workloads, layouts and sizes; here it is checked and made into cells."""
+"""Matrices as data: a TOML file names suites, workloads, layouts and sizes; here it is checked and made into cells.
+
+The cells of a ``[[suite]]`` are the product of its axes, less what ``exclude`` names::
+
+    [[suite]]
+    name = "throughput"
+    workloads = ["rl-code-16k-cap"]
+    layouts = [{}, { dp = 2 }, { pp = 2, dp = 2 }]
+    roles = ["actor", "critic"]
+    axes = { micro_batch_size = [1, 4] }              # any setting of a cell can be an axis
+    repeats = 2                                       # each cell again, in fresh processes
+    settings = { rows = 16, time_limit = 120 }        # they override [defaults]
+    exclude = [{ layout = { pp = 2 }, role = "critic" }]
+    override = [{ when = { layout = { dp = 2 } }, settings = { pairs = 9 } }]
+
+``exclude`` and ``when`` name axes; a layout matches when it has all the sizes that are given, a list when the value is
+in it. Where several overrides match, the last one wins.
+"""
 
 from __future__ import annotations
 
 import itertools
 import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
@@ -16,6 +35,8 @@ from steelyard.hints import did_you_mean
 from steelyard.parallel import ParallelLayout
 
 FOLDER = Path(__file__).parent / "matrices"
+# Suites that know no role and are weighed at many sizes: their cells are named by their rows.
+NAMED_BY_ROWS = ("bubbles", "packing", "planning")
 
 
 class Strict(BaseModel):
@@ -53,6 +74,7 @@ class Layout(Strict):
     cp_kind: Literal["all_gather", "all_to_all"] = "all_gather"
     dp: PositiveInt = 1
     ep: PositiveInt = 1
+    group: PositiveInt | None = None
 
     def parallel(self) -> ParallelLayout:
         return ParallelLayout(**self.model_dump())
@@ -85,8 +107,16 @@ class Cell(Strict):
         seed: of weights, lengths and tokens.
         time_limit: seconds after which the cell is ended.
         whole_product: parity: every combination of split, form, budget, aggregation and options, not only every pair.
-        fixed_tokens: planning: what one more micro-batch costs, as the linear work of so many tokens.
+        fixed_tokens: planning, bubbles: what one more micro-batch costs, as the linear work of so many tokens.
+        fixed_cost: planning: ``given`` as ``fixed_tokens``, or ``calibrated`` on this machine before the first draw.
+        pass_ms: bubbles: milliseconds of the mean naive forward pass through one virtual stage.
+        capacity_gib: handover, oom: memory of the GPU that is predicted for; where oom fails for real, the limit.
+        recompute: handover, oom: activations computed again in the backward pass, as ``predict_peak`` takes it.
         planners: planning: the others that take part (``suites.baselines.planners``); empty means all.
+        device: ``cpu`` or ``cuda`` where the cell means something on that alone; None takes what is there.
+        sides: a user's own sides by name, each ``module:function`` (see ``suites.sides``).
+        axis: what tells the cell from others beside suite, workload, layout and role; part of its name.
+        repeat: which of the repeats it is, from 1.
     """
 
     suite: str
@@ -106,14 +136,24 @@ class Cell(Strict):
     time_limit: PositiveFloat = 300.0
     whole_product: bool = False
     fixed_tokens: float = Field(default=0.0, ge=0)
+    fixed_cost: Literal["given", "calibrated"] = "given"
+    pass_ms: PositiveFloat = 20.0
+    capacity_gib: PositiveFloat = 80.0
+    recompute: Literal["none", "selective", "full"] = "none"
     planners: list[str] = []
+    device: Literal["cpu", "cuda"] | None = None
+    sides: dict[str, str] = {}
+    axis: str = ""
+    repeat: PositiveInt = 1
 
     @property
     def id(self) -> str:
         """Short name, unique within a matrix, e.g. ``throughput/rl-code-16k-cap/dp2/actor``."""
         what: str = self.role
-        if self.suite in ("packing", "planning"):  # they know no role, and are weighed at many sizes
+        if self.suite in NAMED_BY_ROWS:
             what = f"{self.rows}-rows" + (f"-fixed-{self.fixed_tokens:g}" if self.fixed_tokens else "")
+        what += f"-{self.axis}" if self.axis else ""
+        what += f"~{self.repeat}" if self.repeat > 1 else ""
         return "/".join((self.suite, self.workload, str(self.layout.parallel()).replace(" ", "-"), what))
 
     def draw(self) -> lengths.LengthSample:
@@ -127,59 +167,167 @@ class Cell(Strict):
         return lengths.workload(self.workload).draw(self.rows, self.seed, scale=self.scale)
 
 
+# Settings of a cell that have an axis, or a meaning, of their own.
+OWN_AXES = ("suite", "workload", "lengths_file", "layout", "role", "axis", "repeat")
+SETTINGS = [name for name in Cell.model_fields if name not in OWN_AXES]
+
+
+class Override(Strict):
+    """Settings of the cells that ``when`` names."""
+
+    when: dict[str, Any] = Field(min_length=1)
+    settings: dict[str, Any] = Field(min_length=1)
+
+
 class SuiteTable(Strict):
     """One ``[[suite]]`` of a matrix: the axes whose product gives its cells, and settings other than the defaults.
 
-    ``rows`` is an axis where it is given, else a setting.
+    ``rows`` is an axis where it is given, else a setting; ``axes`` makes an axis of any other setting.
     """
 
     name: str
     workloads: tuple[str, ...] = Field(min_length=1)
-    layouts: tuple[Layout, ...] = (Layout(),)
-    roles: tuple[Literal["actor", "critic", "reward"], ...] = ("actor",)
+    layouts: tuple[Layout, ...] = Field(default=(Layout(),), min_length=1)
+    roles: tuple[Literal["actor", "critic", "reward"], ...] = Field(default=("actor",), min_length=1)
     rows: tuple[PositiveInt, ...] = ()
+    axes: dict[str, Annotated[tuple[Any, ...], Field(min_length=1)]] = {}
+    repeats: PositiveInt = 1
     settings: dict[str, Any] = {}
+    exclude: tuple[dict[str, Any], ...] = ()
+    override: tuple[Override, ...] = ()
+
+    def all_axes(self) -> dict[str, tuple[Any, ...]]:
+        """The values of every axis, by the setting that each gives to a cell."""
+        fixed = {"workload": self.workloads, "layout": self.layouts, "role": self.roles}
+        return {**fixed, **({"rows": self.rows} if self.rows else {}), **self.axes}
+
+    def label(self, point: Mapping[str, Any]) -> str:
+        """What the name of a cell must say of its further axes."""
+        parts = []
+        for name in (*(() if self.name in NAMED_BY_ROWS or len(self.rows) < 2 else ("rows",)), *self.axes):
+            value = point[name]
+            # A table or a list has no short name: its place on the axis must do.
+            text = str(value) if isinstance(value, str | int | float) else str(self.axes[name].index(value) + 1)
+            parts.append(f"{name}-{text.replace('/', '-')}")
+        return "-".join(parts)
 
 
 class Matrix(Strict):
-    """A whole matrix file."""
+    """A whole matrix file; ``file`` is where it was read from."""
 
     name: str
+    file: str
     description: str
     model: Sizes
     defaults: dict[str, Any] = {}
     suite: tuple[SuiteTable, ...] = Field(min_length=1)
 
     def cells(self, lengths_file: LengthsFile | None = None) -> list[Cell]:
-        """Every cell, in the order of the file. ``lengths_file`` takes the place of every workload."""
+        """Every cell, in the order of the file. ``lengths_file`` takes the place of every workload.
+
+        Raises:
+            InputError: a setting, an axis or a condition cannot be; the text names the file and the key.
+        """
         cells: dict[str, Cell] = {}
-        for table in self.suite:
-            workloads = table.workloads if lengths_file is None else (Path(lengths_file.path).stem,)
-            settings = {"model": self.model, **self.defaults, **table.settings}
-            sizes: list[dict[str, Any]] = [{"rows": rows} for rows in table.rows] or [{}]
-            for workload, layout, role, size in itertools.product(workloads, table.layouts, table.roles, sizes):
-                axes = {"workload": workload, "lengths_file": lengths_file, "layout": layout, "role": role, **size}
-                for key in settings.keys() & {"suite", *axes}:
-                    raise InputError(
-                        f"matrix {self.name}, suite {table.name}: setting {key!r} belongs to an axis: use name, "
-                        f"workloads, layouts, roles or rows of the [[suite]] table"
-                    )
-                cell = Cell(suite=table.name, **axes, **settings)
-                if cell.id in cells and lengths_file is not None:
-                    # Tables that differ in their workloads became the same: the first says the settings.
-                    continue
-                if cell.id in cells:
-                    raise InputError(f"matrix {self.name}: cell {cell.id} is there twice: remove one of the two")
-                if lengths_file is None:
-                    lengths.workload(workload)
-                layout.parallel().check(cell.model.shape())
-                if cell.rows % layout.dp:
-                    raise InputError(
-                        f"matrix {self.name}, cell {cell.id}: rows={cell.rows} must be a multiple of dp={layout.dp}: "
-                        f"the naive side gives every data-parallel rank as many rows"
-                    )
-                cells[cell.id] = cell
+        for number, table in enumerate(self.suite):
+            for cell in _TableCells(self, f"suite.{number}", table, lengths_file).cells():
+                if cell.id not in cells:
+                    cells[cell.id] = cell
+                elif lengths_file is None:
+                    # With a lengths file, tables that differ in their workloads became the same: the first one counts.
+                    self.refuse(f"suite.{number}", f"cell {cell.id} is there twice: remove one of the two")
         return list(cells.values())
+
+    def refuse(self, key: str, why: str) -> NoReturn:
+        raise InputError(f"matrix file {self.file}, key {key}: {why}") from None
+
+
+@dataclass(frozen=True)
+class _TableCells:
+    """How one ``[[suite]]`` becomes cells; ``key`` is where it stands in its file."""
+
+    matrix: Matrix
+    key: str
+    table: SuiteTable
+    lengths_file: LengthsFile | None
+
+    def cells(self) -> list[Cell]:
+        axes = self.table.all_axes()
+        for name in self.table.axes:
+            if name in OWN_AXES or name not in Cell.model_fields:
+                self.matrix.refuse(f"{self.key}.axes.{name}", f"is no setting of a cell{did_you_mean(name, SETTINGS)}")
+        if self.lengths_file is not None:
+            axes["workload"] = (Path(self.lengths_file.path).stem,)
+        excluded = {f"{self.key}.exclude.{at}": when for at, when in enumerate(self.table.exclude)}
+        overrides = {f"{self.key}.override.{at}": one for at, one in enumerate(self.table.override)}
+        unused = {*excluded, *overrides}
+        cells = []
+        for values in itertools.product(*axes.values()):
+            point = dict(zip(axes, values, strict=True))
+            out = {key for key, when in excluded.items() if self._matches(key, when, point)}
+            more = {k: one.settings for k, one in overrides.items() if self._matches(f"{k}.when", one.when, point)}
+            unused -= out | more.keys()
+            if not out:
+                cells += [self._cell(point, more, repeat) for repeat in range(1, self.table.repeats + 1)]
+        if unused and self.lengths_file is None:
+            self.matrix.refuse(min(unused), "fits no cell: remove it, or correct its condition")
+        return cells
+
+    def _matches(self, key: str, when: Mapping[str, Any], point: Mapping[str, Any]) -> bool:
+        for name, wanted in when.items():
+            if name not in point:
+                self.matrix.refuse(f"{key}.{name}", f"is no axis of this suite: it has {', '.join(point)}")
+            if name == "layout":
+                if not isinstance(wanted, dict) or not wanted or (wrong := wanted.keys() - Layout.model_fields.keys()):
+                    sizes = ", ".join(Layout.model_fields)
+                    what = f"{min(wrong)!r} is no size" if isinstance(wanted, dict) and wanted else "is no table"
+                    self.matrix.refuse(f"{key}.layout", f"{what}: give some of {sizes}")
+                if any(getattr(point["layout"], size) != value for size, value in wanted.items()):
+                    return False
+            elif point[name] not in (wanted if isinstance(wanted, list) else [wanted]):
+                return False
+        return True
+
+    def _cell(self, point: dict[str, Any], overrides: Mapping[str, dict[str, Any]], repeat: int) -> Cell:
+        sources = {"defaults": self.matrix.defaults, f"{self.key}.settings": self.table.settings}
+        sources |= {f"{key}.settings": settings for key, settings in overrides.items()}
+        settings: dict[str, Any] = {}
+        origin = dict.fromkeys(point, f"{self.key}.axes")
+        for key, source in sources.items():
+            for name in source.keys() & {*OWN_AXES, *point}:
+                self.matrix.refuse(
+                    f"{key}.{name}", "belongs to an axis: use name, workloads, layouts, roles, rows or axes"
+                )
+            settings |= source
+            origin |= dict.fromkeys(source, key)
+        own = {"suite": self.table.name, "lengths_file": self.lengths_file, "repeat": repeat}
+        own["axis"] = self.table.label(point)
+        try:
+            cell = Cell(**{"model": self.matrix.model, **settings, **point, **own})
+        except ValidationError as error:
+            where, why = _first_problem(error)
+            self.matrix.refuse(f"{origin.get(where.split('.')[0], self.key)}.{where}", why)
+        self._check(cell)
+        return cell
+
+    def _check(self, cell: Cell) -> None:
+        """What pydantic cannot know: the workload exists, and the layout can hold the model and the rows."""
+        if self.lengths_file is None:
+            try:
+                lengths.workload(cell.workload)
+            except InputError as error:
+                self.matrix.refuse(f"{self.key}.workloads", str(error))
+        layout = f"{self.key}.layouts.{self.table.layouts.index(cell.layout)}"
+        try:
+            cell.layout.parallel().check(cell.model.shape())
+        except InputError as error:
+            self.matrix.refuse(layout, str(error))
+        if cell.rows % cell.layout.dp:
+            self.matrix.refuse(
+                layout,
+                f"rows={cell.rows} must be a multiple of dp={cell.layout.dp}: the naive side gives every data-parallel "
+                f"rank as many rows",
+            )
 
 
 def names() -> list[str]:
@@ -200,21 +348,26 @@ def load(name: str, suites: list[str]) -> Matrix:
             f"matrix {name!r} does not exist{hint}: choose one of {', '.join(names())}, or give a .toml file"
         )
     try:
-        matrix = Matrix.model_validate({"name": path.stem, **tomllib.loads(path.read_text())})
-        cells = matrix.cells()
+        matrix = Matrix.model_validate({"name": path.stem, "file": str(path), **tomllib.loads(path.read_text())})
     except OSError as error:
         raise InputError(f"matrix file {path} cannot be read ({error.strerror}): check its permissions") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"matrix file {path} is not valid TOML: {error}") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        got = "" if first["type"] == "missing" else f" (got {first['input']!r})"
-        raise InputError(f"matrix file {path}, key {where}: {first['msg']}{got}") from None
-    for cell in cells:
-        if cell.suite not in suites:
-            hint = did_you_mean(cell.suite, suites)
-            raise InputError(
-                f"matrix file {path}: suite {cell.suite!r} does not exist{hint}: choose one of {', '.join(suites)}"
+        where, why = _first_problem(error)
+        raise InputError(f"matrix file {path}, key {where}: {why}") from None
+    for number, table in enumerate(matrix.suite):
+        if table.name not in suites:
+            hint = did_you_mean(table.name, suites)
+            matrix.refuse(
+                f"suite.{number}.name", f"suite {table.name!r} does not exist{hint}: choose one of {', '.join(suites)}"
             )
+    matrix.cells()
     return matrix
+
+
+def _first_problem(error: ValidationError) -> tuple[str, str]:
+    """The key and what is wrong with it."""
+    first = error.errors()[0]
+    got = "" if first["type"] == "missing" else f" (got {first['input']!r})"
+    return ".".join(str(part) for part in first["loc"]), f"{first['msg']}{got}"

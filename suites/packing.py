@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -37,6 +37,8 @@ from suites.baselines import packing_syncs, whole_logits
 from suites.launch.local import THREADS_PER_RANK
 from suites.matrix import Cell
 from suites.measure import Series
+from suites.sides import sides_of
+from suites.turns import wait_for_turn
 
 SIDES = ("naive", "optimised")
 STAGES = ("pack", "labels", "unpack")
@@ -183,9 +185,11 @@ def measure(cell: Cell, device: str | None = None) -> list[Series]:
 
 
 def _packing(cell: Cell, task: Task, device: torch.device) -> list[Series]:
-    results, times = _pairs(cell, device, [lambda timed: naive(task, timed), lambda timed: optimised(task, timed)])
+    own = sides_of(cell)
+    runs = [naive, optimised, *own.values()]
+    results, times = _pairs(cell, device, [partial(run, task) for run in runs])
     expected = (*results[0][:2], task.field)
-    difference = max(float((a - b).abs().max()) for side in results for a, b in zip(side, expected, strict=True))
+    difference = max(float((a - b).abs().max()) for side in results[:2] for a, b in zip(side, expected, strict=True))
     layout = task.layout()
     series = [
         Series("packing_difference", "both", "1", "lower", [difference], limit=0.0),
@@ -193,7 +197,7 @@ def _packing(cell: Cell, task: Task, device: torch.device) -> list[Series]:
         Series("padded_padding", "both", "1", "none", [1 - float(task.sample.totals.sum()) / task.ids.numel()]),
     ]
     costs = (_naive_bytes(task, layout), _optimised_bytes(task, layout))
-    for side, run, taken, (index, staging) in zip(SIDES, (naive, optimised), times, costs, strict=True):
+    for side, run, taken, (index, staging) in zip(SIDES, runs[:2], times[:2], costs, strict=True):
         reads = _reads(run, task, device)
         operations = Counter()
         for place, count in reads.places.items():
@@ -206,7 +210,26 @@ def _packing(cell: Cell, task: Task, device: torch.device) -> list[Series]:
             Series("index_bytes", side, "B", "lower", [index]),
             Series("staging_bytes", side, "B", "lower", [staging]),
         ]  # fmt: skip
+    for name, run, taken, result in zip(own, runs[2:], times[2:], results[2:], strict=True):
+        series += _own_side(name, run, taken, result, task)
     return series
+
+
+def _own_side(
+    name: str, run: Callable[[Task, Timed], Results], taken: list[dict[str, float]], result: Results, task: Task
+) -> list[Series]:
+    """A user's own side: its packed form may be another, its unpacked field must be exact."""
+    reads = _reads(lambda one: run(one, contextlib.nullcontext), task, task.field.device)
+    difference = float((result[2] - task.field).abs().max())
+    return [
+        Series("packing_difference", "naive", "1", "lower", [difference], limit=0.0, variant=name),
+        Series("packing_ms", "naive", "ms", "lower", [sum(one.values()) for one in taken], variant=name),
+        *(
+            Series(f"{stage}_ms", "naive", "ms", "lower", [one.get(stage, 0.0) for one in taken], variant=name)
+            for stage in STAGES
+        ),
+        Series("host_reads", "naive", "reads", "lower", [reads.total], variant=name),
+    ]
 
 
 def _log_probs(cell: Cell, device: torch.device) -> list[Series]:
@@ -250,14 +273,15 @@ def _log_probs(cell: Cell, device: torch.device) -> list[Series]:
 def _pairs(
     cell: Cell, device: torch.device, sides: list[Callable[[Timed], Results]]
 ) -> tuple[list[Results], list[list[dict[str, float]]]]:
-    """What each side returned, and its times in every pair; the order of the two changes from pair to pair."""
+    """What each side returned, and its times in every pair; the order of the sides changes from pair to pair."""
     results = [side(contextlib.nullcontext) for side in sides]
     for _ in range(cell.warmup - 1):
         for side in sides:
             side(contextlib.nullcontext)
     times: list[list[dict[str, float]]] = [[] for _ in sides]
     for pair in range(cell.pairs):
-        for at in (0, 1) if pair % 2 == 0 else (1, 0):
+        for at in range(len(sides)) if pair % 2 == 0 else reversed(range(len(sides))):
+            wait_for_turn()
             watch = Stopwatch(device)
             sides[at](watch)
             times[at].append(watch.milliseconds)

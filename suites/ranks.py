@@ -16,9 +16,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 @contextmanager
-def parallel_groups(layout: ParallelLayout, seed: int) -> Iterator[None]:
+def parallel_groups(layout: ParallelLayout, seed: int, *, optimizer_instances: int = 1) -> Iterator[None]:
     """megatron-core's process groups for the time of the context."""
-    initialize_parallel(layout, seed=seed)
+    initialize_parallel(layout, seed=seed, optimizer_instances=optimizer_instances)
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
 """What the pictures of a report share: colours, rows of cells, the legend, and how a picture gets into its folder.
 
-The same marks everywhere: naive orange and hatched, optimised blue and plain; measured filled, predicted hollow. So
-sides and sources can be told apart without colour too. The colours are those of Okabe and Ito, which colour-blind
-readers can tell apart.
+The same marks everywhere: naive orange and hatched, optimised blue and plain; measured and paced filled, predicted
+hollow, and what is paced says so. So sides and sources can be told apart without colour too. The colours are those of
+Okabe and Ito, which colour-blind readers can tell apart.
 """
 
 from __future__ import annotations

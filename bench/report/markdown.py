@@ -8,6 +8,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from bench.record import FILE_NAME, Records
 from bench.report.plots import draw_all
+from bench.report.traces import write_traces
 from bench.summary import Summary
 from bench.tables import main_tables, side_tables
 
@@ -35,6 +36,7 @@ def write_report(folder: Path, records: Records) -> Path:
         main_tables=main_tables(summary),
         side_tables=side_tables(summary),
         plots=draw_all(summary, folder),
+        traces=write_traces(summary, folder),
         dropped=records.dropped,
         file=FILE_NAME,
         lines=len(records.lines),

@@ -9,7 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from bench.report.bubble_plots import count_plot as bubble_count_plot
+from bench.report.bubble_plots import gantt_plots
 from bench.report.frame import LIMIT, NAIVE, NAIVE_HATCH, NEUTRAL, OPTIMISED, Plot, label_rows, legend, save
+from bench.report.handover_plots import handover_plot
+from bench.report.oom_plots import oom_plot
 from bench.report.packing_plots import packing_plot
 from bench.report.parity_heat import parity_heat
 from bench.report.planning_plots import count_plot, milliseconds_plot, time_plot
@@ -31,8 +35,11 @@ def draw_all(summary: Summary, folder: Path) -> list[Plot]:
         time_plot,
         milliseconds_plot,
         packing_plot,
+        bubble_count_plot,
+        handover_plot,
+        oom_plot,
     )
-    return [plot for draw in pictures if (plot := draw(summary, folder))]
+    return [plot for draw in pictures if (plot := draw(summary, folder))] + gantt_plots(summary, folder)
 
 
 def ratio_plot(summary: Summary, folder: Path) -> Plot | None:

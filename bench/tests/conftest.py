@@ -1,4 +1,6 @@
-"""Fixtures that the tests share. Runs go through the real runner and writer; only their suites are made up."""
+"""Fixtures that the tests share. Runs go through the real runner, cells' processes and writer; only their suites are
+made up.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,25 @@ from types import ModuleType
 
 import pytest
 
+from bench import environment
+from bench.cells import Machine, Task
 from bench.record import FILE_NAME, RecordWriter
 from bench.run import run_cells
 from suites import SUITES
+from suites.launch import alone
+from suites.launch.alone import run_here
 from suites.matrix import Cell
 
 
 @pytest.fixture
 def add_suite(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable], None]:
-    """Register a function as the suite of a name, as a module that can be imported."""
+    """Register a function as the suite of a name, as a module that can be imported.
+
+    A cell's process is forked from the test, which alone has that module. What else runs on the machine must not change
+    what pages say: it is taken for quiet.
+    """
+    monkeypatch.setattr(alone, "start_method", lambda device: "fork")
+    monkeypatch.setattr(environment, "_busy_seconds", lambda: 0.0)
 
     def add(name: str, measure: Callable) -> None:
         module = ModuleType(f"suite_{name}_of_a_test")
@@ -32,11 +44,13 @@ def add_suite(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable], None
 def weigh(tmp_path: Path) -> Callable[..., Path]:
     """Run cells on the CPU through the real runner; returns the run folder."""
 
-    def run(*cells: Cell) -> Path:
+    def run(*cells: Cell, budget: float | None = None) -> Path:
         folder = tmp_path / "run"
         folder.mkdir()
+        machine = Machine("a machine", cores=2, gpus=0)
+        tasks = [Task.of(cell, machine) for cell in cells]
         with RecordWriter(folder / FILE_NAME) as writer:
-            run_cells(cells, folder, "cpu", writer, lambda cell: None, lambda outcome: None)
+            run_cells(tasks, folder.name, writer, run_here, lambda cell: None, lambda outcome: None, budget)
         return folder
 
     return run

@@ -52,6 +52,12 @@ def planning_series(ratio: float = 0.95) -> list[Series]:
             Series("share_over_cap", side, "1", values=[over, over], **lower),
             Series("rank_imbalance", side, "1", values=[1.0, 1.02], **lower),
             Series("time_over_ideal", side, "1", values=[time, time + 0.1], source="predicted", **lower),
+            Series("time_over_bound", side, "1", values=[1.02, 1.04], source="predicted", **lower),
             Series("planning_ms", side, "ms", values=[milliseconds, milliseconds], **lower),
         ]
-    return [*series, Series("time_over_best_other", "both", "1", "lower", [ratio - 0.1, ratio], "predicted", 1.0)]
+    notes = {"ratio_of_means": 0.6}
+    return [
+        *series,
+        Series("time_over_best_other", "both", "1", "lower", [ratio - 0.1, ratio], "predicted", 1.0),
+        Series("overhead_over_best_other", "both", "1", "lower", [0.5, 0.7], "predicted", 1.0, notes=notes),
+    ]

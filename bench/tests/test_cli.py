@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from bench import session
 from bench.cli import app
 from bench.record import read_records
 from bench.tests.made_up import parity_series, throughput_series
+from suites.measure import Series
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "[model]\nlayers = 4\nhidden = 64\nffn = 96\nheads = 4\nkv_heads = 2\nhead_dim = 16\nvocab = 128\n"
@@ -38,8 +40,20 @@ def file(folder: Path, name: str, text: str) -> Path:
 
 BAD_INPUT = {
     "unknown matrix": (["--matrix", "smokey"], "did you mean smoke?"),
-    "unknown suite": (["--suite", "througput"], "did you mean throughput?"),
+    "unknown suite": (["--only", "througput"], "did you mean throughput?"),
     "suite the matrix lacks": (["--matrix", "SMALL", "--suite", "parity"], "no cell of suite parity"),
+    "pattern of no cell": (["--matrix", "SMALL", "--only", "throughput/*/dp8/*"], "no cell has such a name"),
+    "time budget of no time": (["--time-budget", "soon"], "give a time such as 90s"),
+    "side of no module": (["--side", "mine=nowhere.at:all"], "module nowhere.at cannot be imported"),
+    "side without a function": (["--side", "mine=suites.sides"], "write it as NAME=MODULE:FUNCTION"),
+    "side of an unknown name": (["--side", "mine=suites.sides:planer"], "did you mean planner"),
+    "side without a mark": (["--side", "mine=suites.planning:measure"], "put @planner, @packing or @step"),
+    "side that nothing weighs": (
+        ["--matrix", "SMALL", "--side", "mine=suites.tests.own_sides:plan"],
+        "a planner is weighed by suite planning",
+    ),
+    "resume with a matrix": (["--resume", "nowhere", "--matrix", "SMALL"], "--matrix cannot be given with --resume"),
+    "resume of no run": (["--resume", "nowhere"], "run.json cannot be read"),
     "missing file": (["--lengths", "nowhere.csv"], "nowhere.csv"),
     "empty file": (["--lengths", "EMPTY"], "is empty"),
     "missing column": (["--lengths", "CSV", "--response-column", "respons"], "did you mean response?"),
@@ -75,7 +89,8 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path: Path, matrix: Path, 
     }
     arguments, word = BAD_INPUT[name]
     out = tmp_path / "runs"
-    result = bench("run", "--out", out, *(files.get(argument, argument) for argument in arguments))
+    given = [files.get(argument, argument) for argument in arguments]
+    result = bench("run", *([] if "--resume" in given else ["--out", out]), *given)
     assert result.exit_code == 2, result.output
     assert result.stderr.count("\n") == 1
     assert result.stderr.startswith("error: ")
@@ -126,7 +141,8 @@ def test_a_run_leaves_records_report_and_pictures(tmp_path: Path, matrix: Path, 
     result = bench("run", "--matrix", matrix, "--out", tmp_path / "runs", "--device", "cpu", "--json")
     assert result.exit_code == 0, result.output
     (folder,) = (tmp_path / "runs").iterdir()
-    assert {path.name for path in folder.iterdir()} == {"records.jsonl", "report.md", "ratio.png", "tokens.png"}
+    pictures = {"ratio.png", "tokens.png"}
+    assert {path.name for path in folder.iterdir()} == {"run.json", "records.jsonl", "report.md", *pictures}
     assert {record.run for record in read_records(folder).lines} == {folder.name}
     said = json.loads(result.stdout.splitlines()[-1])
     assert said["verdict"] == "passed"
@@ -143,24 +159,40 @@ def test_a_failed_cell_exits_with_1(tmp_path: Path, matrix: Path, add_suite) -> 
     assert "above its limit" in result.stdout
 
 
-def test_an_interrupted_run_exits_with_130_and_keeps_its_records(tmp_path: Path, matrix: Path, add_suite) -> None:
-    def interrupted(cell: object, device: str | None) -> list:
-        raise KeyboardInterrupt
+def test_cells_that_cannot_run_here_are_no_pass(tmp_path: Path, add_suite) -> None:
+    add_suite("throughput", lambda cell, device: throughput_series())
+    text = SMALL + "layouts = [{}, { dp = 2 }]\noverride = [{ when = { layout = { dp = 2 } }, settings = GPU }]\n"
+    path = file(tmp_path, "mixed.toml", text.replace("GPU", '{ device = "cuda" }'))
+    result = bench("run", "--matrix", path, "--out", tmp_path / "runs")
+    assert result.exit_code == 3
+    assert "it needs 2 GPUs" in result.stderr
+    assert "1 of 2 cells passed, 1 did not run" in result.stdout
 
-    add_suite("throughput", interrupted)
-    result = bench("run", "--matrix", matrix, "--out", tmp_path / "runs", "--device", "cpu")
-    assert result.exit_code == 130
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert [record.status for record in read_records(folder).lines] == ["not_run"]
-    assert "Incomplete" in (folder / "report.md").read_text()
+
+def test_only_keeps_cells_by_pattern_and_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "runs"
+    only = ("--only", "parity/*/dp2/*", "--only", "planning", "--out", out)
+    result = bench("run", "--matrix", "smoke", *only, "--dry-run", "--json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout.splitlines()[-1])
+    assert said["cells"] == {
+        "parity/rl-code-16k-cap/dp2/actor": "measured on the CPU, 2 ranks",
+        "parity/rl-code-16k-cap/dp2/critic": "measured on the CPU, 2 ranks",
+        "planning/rl-code-16k-cap/pp4-dp4/128-rows": "computed on the CPU",
+        "planning/rl-math-long-mixture/pp4-dp4/128-rows": "computed on the CPU",
+    }
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("20m", 1200), ("1.5h", 5400)])
+def test_times_have_units(text: str, seconds: float) -> None:
+    assert session.seconds(text) == seconds
 
 
 def test_own_lengths_reach_the_suite_and_the_records(tmp_path: Path, matrix: Path, add_suite) -> None:
-    seen = []
-
     def measure(cell, device):
-        seen.append(sorted(cell.draw().totals.tolist()))
-        return throughput_series()
+        totals = sorted(cell.draw().totals.tolist())
+        return [Series("lengths", "both", "tokens", "none", totals)]
 
     add_suite("throughput", measure)
     lengths = file(tmp_path, "mine.csv", "p,r\n400,800\n800,1200\n1200,400\n400,400\n")
@@ -169,8 +201,8 @@ def test_own_lengths_reach_the_suite_and_the_records(tmp_path: Path, matrix: Pat
         "run", "--matrix", matrix, "--lengths", lengths, *columns, "--out", tmp_path / "o", "--device", "cpu"
     )
     assert result.exit_code == 0, result.output
-    assert seen == [[2, 3, 4, 5]]
     (folder,) = (tmp_path / "o").iterdir()
+    assert read_records(folder).lines[0].values == (2, 3, 4, 5)
     assert read_records(folder).lines[0].case["lengths_file"]["path"] == str(lengths)
 
 
@@ -191,4 +223,6 @@ def test_list_shows_suites_workloads_and_cells() -> None:
     said = json.loads(result.stdout.splitlines()[-1])
     assert "throughput" in said["suites"]
     assert "rl-code-16k-cap" in said["workloads"]
-    assert "throughput/rl-code-16k-cap/dp2/actor" in said["matrices"]["smoke"]["cells"]
+    assert said["suites"]["parity"].startswith("Does the optimised step compute what the judge computes?")
+    cells = said["matrices"]["smoke"]["cells"]
+    assert cells["throughput/rl-code-16k-cap/dp2/actor"] == "measured on the CPU, 2 ranks"

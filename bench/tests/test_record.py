@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.environment import capture
-from bench.record import FILE_NAME, OutcomeRecord, RecordWriter, SeriesRecord, new_run_folder, read_records
+from bench.record import FILE_NAME, DiskFull, OutcomeRecord, RecordWriter, SeriesRecord, new_run_folder, read_records
 from bench.tests.made_up import make_cell, throughput_series
 from steelyard.errors import InputError
 
@@ -50,7 +50,7 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
 
 def test_a_line_has_everything_a_reader_needs(tmp_path: Path) -> None:
     first = json.loads(write(tmp_path / FILE_NAME, records()).read_text().splitlines()[0])
-    assert first["schema_version"] == 1
+    assert first["schema_version"] == 2
     assert first["kind"] == "series"
     assert first["case"]["model"]["hidden"] == 64
     assert first["case"]["scale"] == 400.0
@@ -108,8 +108,8 @@ def test_a_broken_line_inside_is_bad_input_that_names_the_line(tmp_path: Path) -
 
 def test_a_later_schema_is_bad_input(tmp_path: Path) -> None:
     path = write(tmp_path / FILE_NAME, records()[:1])
-    path.write_text(path.read_text().replace('"schema_version":1', '"schema_version":2'))
-    with pytest.raises(InputError, match="schema version 1"):
+    path.write_text(path.read_text().replace('"schema_version":2', '"schema_version":3'))
+    with pytest.raises(InputError, match="schema version 2"):
         read_records(path)
 
 
@@ -123,7 +123,7 @@ def test_a_write_that_fails_leaves_only_whole_lines(tmp_path: Path, monkeypatch:
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", no_space)
-            with pytest.raises(OSError, match="No space"):
+            with pytest.raises(DiskFull, match="no room left"):
                 writer.write(records()[1])
         writer.write(records()[2])
     back = read_records(path)

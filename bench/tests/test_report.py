@@ -100,7 +100,7 @@ def test_a_run_that_was_cut_off_is_incomplete_and_says_so(mixed_run: Path) -> No
     path.write_bytes(path.read_bytes()[:-5])
     page = report(mixed_run)
     assert "half a record" in page
-    assert Summary.of(read_records(mixed_run).lines).counts == {"passed": 2, "failed": 1, "not_run": 0}
+    assert Summary.of(read_records(mixed_run).lines).counts == {"passed": 2, "failed": 1, "lost": 0, "not_run": 0}
     # Without its outcome a cell did not run to its end, whatever samples it left.
     whole = [line for line in path.read_bytes().splitlines(keepends=True) if b'"pp":1' in line]
     path.write_bytes(b"".join(whole[:-1]))
@@ -112,7 +112,7 @@ def test_planners_have_a_scoreboard_and_those_that_break_the_cap_are_not_the_bes
     folder = weigh(*(make_cell("planning", layout=Layout(pp=pp)) for pp in (1, 4)))
     page = report(folder)
     assert page.startswith("**Passed: 2 of 2 cells passed; predicted time of the plans at worst 0.950 of the best")
-    assert "| 20.0 | 20.0 | 21.0 FFD+KK | 1.150 | 1.250 FFD+KK | 0.950 | 3 [3] | 90 |" in page
+    assert "| 20.0 | 20.0 | 21.0 FFD+KK | 1.150 | 1.250 FFD+KK | 0.950 | 0.600<br>[0.600] | 3.0% | 3 [3] | 90 |" in page
     rows = [line for line in page.splitlines() if line.startswith("| rl-code-16k-cap pp4 4 rows |")]
     assert [line.split(" | ")[1:4] for line in rows] == [
         ["Steelyard", "yes", "20.0"],

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+from bench.cells import Machine, Task
 from bench.record import OutcomeRecord, SeriesRecord, read_records
-from bench.run import device_of
 from bench.tests.made_up import make_cell, parity_series, throughput_series
 from steelyard.errors import InputError
 from suites.launch.local import run_ranks
@@ -122,21 +123,47 @@ def test_variants_of_a_side_stand_beside_each_other_and_must_have_as_many_sample
     assert "naive two" in failed.reason
 
 
+ONE_GPU = Machine("a machine", cores=8, gpus=1)
+
+
+def test_a_cell_takes_a_gpu_for_every_rank_or_the_cpu() -> None:
+    assert Task.of(make_cell("throughput"), ONE_GPU).how == "measured on CUDA, 1 rank"
+    assert Task.of(make_cell("throughput", layout=Layout(dp=2)), ONE_GPU).how == "measured on the CPU, 2 ranks"
+    assert Task.of(make_cell("throughput"), ONE_GPU, "cpu").device == "cpu"
+    assert Task.of(make_cell("packing", layout=Layout(cp=4)), ONE_GPU).device == "cuda", "it takes one rank's part"
+
+
 def test_what_starts_no_ranks_is_weighed_on_the_cpu_whatever_its_layout() -> None:
-    assert device_of(make_cell("planning", layout=Layout(dp=64)), "cuda") == "cpu"
+    task = Task.of(make_cell("planning", layout=Layout(dp=64)), ONE_GPU, "cuda")
+    assert (task.device, task.reason) == ("cpu", "")
+
+
+def test_a_cell_for_more_gpus_than_there_are_says_so_and_did_not_run(add_suite, weigh) -> None:
+    add_suite("throughput", lambda cell, device: throughput_series())
+    (outcome,) = outcomes(weigh(make_cell("throughput", layout=Layout(dp=2), device="cuda")))
+    assert outcome.status == "not_run"
+    assert outcome.reason == "it needs 2 GPUs, and a machine has 0"
+
+
+def test_a_cluster_must_have_a_core_for_every_rank() -> None:
+    cluster = Machine("the Ray cluster", cores=2, gpus=0, slots=2)
+    assert Task.of(make_cell("parity", layout=Layout(dp=2)), cluster).reason == ""
+    assert "it needs 4 CPUs" in Task.of(make_cell("parity", layout=Layout(dp=4)), cluster).reason
+
+
+def test_a_time_budget_ends_the_cell_that_runs_and_leaves_out_the_rest(add_suite, weigh) -> None:
+    def slow(cell: Cell, device: str | None) -> list[Series]:
+        time.sleep(60 * (cell.workload != "rl-code-16k-cap"))
+        return throughput_series()
+
+    add_suite("slow", slow)
+    cells = [make_cell("slow", name) for name in ("rl-code-16k-cap", "rl-math-short", "azure-code")]
+    ends = outcomes(weigh(*cells, budget=3.0))
+    assert [one.status for one in ends] == ["passed", "not_run", "not_run"]
+    assert {one.reason for one in ends[1:]} == {"the time budget was used up"}
 
 
 def test_a_suite_without_samples_fails(add_suite, weigh) -> None:
     add_suite("empty", lambda cell, device: [])
     (outcome,) = outcomes(weigh(make_cell("empty")))
     assert (outcome.status, outcome.reason) == ("failed", "the suite returned no samples")
-
-
-def test_an_interruption_keeps_what_was_there_and_says_what_did_not_run(add_suite, weigh) -> None:
-    def interrupted(cell: Cell, device: str | None) -> list[Series]:
-        raise KeyboardInterrupt
-
-    add_suite("fine", lambda cell, device: throughput_series())
-    add_suite("interrupted", interrupted)
-    cells = (make_cell("fine"), make_cell("interrupted"), make_cell("fine", "rl-math-short"))
-    assert [outcome.status for outcome in outcomes(weigh(*cells))] == ["passed", "not_run", "not_run"]

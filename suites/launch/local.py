@@ -1,53 +1,37 @@
-"""Ranks on this machine: one process each, one thread each, a time limit, and a traceback when one dies or hangs.
+"""Ranks on this machine: one process each, one thread each, a time limit, and a reason when one dies or hangs.
 
 ``run_ranks("package.module:function", world, payload)`` starts ``world`` processes. Each joins a process group over a
 file store (no port can clash), calls the function with the payload, and rank 0's JSON result comes back. A rank that
 raises, is killed or outlives the limit ends all of them, and the parent raises ``RanksFailed`` with what is known.
+Ranks belong to the process group of their cell (``suites.launch.alone``). Where a cell runs on a Ray cluster, the same
+call starts them there (``suites.launch.on_ray``).
 """
 
 from __future__ import annotations
 
-import contextlib
-import faulthandler
-import importlib
-import json
 import multiprocessing
-import os
-import signal
-import sys
 import tempfile
-import time
-import traceback
+from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from steelyard.errors import InputError, SteelyardError
 from steelyard.model import host
+from suites.launch import alone
+from suites.launch.alone import THREADS_PER_RANK
+from suites.launch.watch import DUMP_S, LAST_WORDS_S, RanksFailed, Watch, answer
 
-THREADS_PER_RANK = 1
-# Threads, and the warnings that megatron-core's imports give once for everything it could use and does not find.
-RANK_ENVIRONMENT = {
-    "OMP_NUM_THREADS": str(THREADS_PER_RANK),
-    "MKL_NUM_THREADS": str(THREADS_PER_RANK),
-    "PYTHONWARNINGS": "ignore::UserWarning",
-}
-PRELOADED = ["suites.judging"]
-POLL_S = 0.05
-# After the limit a rank gets this long to write where every thread stands.
-DUMP_S = 2.0
+__all__ = ["THREADS_PER_RANK", "RanksFailed", "run_ranks"]
 
+# What the launcher needs beyond the time limit of the ranks to end them and tell why.
+SLACK_S = DUMP_S + LAST_WORDS_S + 10.0
 
-class RanksFailed(SteelyardError):  # noqa: N818 - the name says what happened
-    """A rank died or hung. ``reason`` is one line; ``detail`` holds the tracebacks by rank."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        self.reason, self.detail = reason, detail
-        super().__init__(f"{reason}\n{detail}".rstrip())
+Launcher = Callable[[str, int, Any, float, str | None], Any]
+# Set in the process of a cell whose ranks are to run elsewhere.
+elsewhere: Launcher | None = None
 
 
 def run_ranks(target: str, world: int, payload: Any, *, time_limit: float, device: str | None = None) -> Any:
@@ -64,142 +48,49 @@ def run_ranks(target: str, world: int, payload: Any, *, time_limit: float, devic
         InputError: a rank met bad input; its message is passed on.
         RanksFailed: a rank raised, was killed, or did not end in time.
     """
-    with tempfile.TemporaryDirectory(prefix="steelyard-ranks-") as folder:
-        ranks = Path(folder)
-        job = {"target": target, "payload": payload, "device": device, "world": world, "time_limit": time_limit}
-        (ranks / "job.json").write_text(json.dumps(job))
-        processes: list[BaseProcess] = []
-        try:
-            for rank in range(world):
-                processes.append(_start(ranks, rank, device))
-            late = _wait(processes, time.monotonic() + time_limit)
-            codes = [process.exitcode for process in processes]
-        finally:
-            _end(processes)
-        _raise_failure(ranks, codes, late, time_limit)
-        return json.loads((ranks / "0.result.json").read_text())
+    job = [target, world, payload, time_limit, device]
+    if elsewhere is not None:
+        return elsewhere(*job)
+    if alone.inside:
+        return _launch(job)
+    return alone.run_alone("suites.launch.local:_launch", job, time_limit=time_limit + SLACK_S, device=device)
 
 
-def _start(folder: Path, rank: int, device: str | None) -> BaseProcess:
-    # A process that imported CUDA libraries must not be forked once a device is in use; where there is none, ranks are
-    # forked from one process that has imported everything, which saves seconds for each.
-    method = "spawn" if device == "cuda" or (device is None and torch.cuda.is_available()) else "forkserver"
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=_rank_main, args=(folder, rank), name=f"rank {rank}")
-    before = {name: os.environ.get(name) for name in RANK_ENVIRONMENT}
-    os.environ.update(RANK_ENVIRONMENT)
-    try:
-        process.start()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-    return process
+def _launch(job: list[Any]) -> Any:
+    target, world, payload, time_limit, device = job
+    method = "spawn" if alone.start_method(device) == "spawn" else "fork"
+    with (
+        tempfile.TemporaryDirectory(prefix="ranks-") as folder,
+        Watch(multiprocessing.get_context(method)) as ranks,
+        alone.rank_environment(),
+    ):
+        for rank in range(world):
+            arguments = (_on_rank, rank, world, target, payload, time_limit, device, folder)
+            ranks.start(f"rank {rank}", Path(folder) / f"{rank}.log", answer, *arguments)
+        return ranks.results(time_limit)[0]
 
 
-def _wait(processes: list[BaseProcess], deadline: float) -> list[int]:
-    """Wait until all ended, one failed, or time is up; return the ranks that were late."""
-    while time.monotonic() < deadline:
-        codes = [process.exitcode for process in processes]
-        if all(code == 0 for code in codes):
-            return []
-        if any(code not in (None, 0) for code in codes):
-            # Peers of a failed rank often fail too, a moment later, with the more telling message.
-            time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
-            return []
-        time.sleep(POLL_S)
-    late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
-    for rank in late:
-        os.kill(processes[rank].pid, signal.SIGUSR1)
-    time.sleep(DUMP_S)
-    return late
+def _on_rank(
+    rank: int, world: int, target: str, payload: Any, time_limit: float, device: str | None, folder: str
+) -> Any:
+    store = dist.FileStore(f"{folder}/store", world)
+    return call_in_group(target, payload, host.pick_device(device, rank, world), store, rank, world, time_limit)
 
 
-def _end(processes: list[BaseProcess]) -> None:
-    for process in processes:
-        # A rank leads a session of its own: whatever it started is ended with it.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.join()
-
-
-def _raise_failure(folder: Path, codes: list[int | None], late: list[int], time_limit: float) -> None:
-    """Raise what explains the failure best; ``codes`` are the exit codes from before this launcher ended the ranks."""
-    errors = {}
-    for rank in range(len(codes)):
-        file = folder / f"{rank}.error.json"
-        if file.exists():
-            errors[rank] = json.loads(file.read_text())
-    for error in errors.values():
-        if error["input"]:
-            raise InputError(error["message"])
-    logs = {rank: (folder / f"{rank}.log").read_text(errors="replace")[-6000:] for rank in range(len(codes))}
-    if late:
-        detail = "\n".join(f"--- rank {rank} stood at ---\n{logs[rank]}" for rank in late)
-        raise RanksFailed(f"ranks {late} did not end within {time_limit:g} s", detail)
-    # A rank that crashed or was killed explains more than the errors of the peers that lost it.
-    for rank, code in enumerate(codes):
-        if code and rank not in errors:
-            how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-            raise RanksFailed(f"rank {rank} {how}", f"--- rank {rank} ---\n{logs[rank]}")
-    if errors:
-        first = min(errors, key=lambda rank: errors[rank]["time"])
-        detail = "\n".join(f"--- rank {rank} ---\n{error['traceback']}" for rank, error in sorted(errors.items()))
-        raise RanksFailed(f"rank {first} failed: {errors[first]['message']}", detail)
-
-
-def _rank_main(folder: Path, rank: int) -> None:
-    os.setsid()
-    log = os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    job = json.loads((folder / "job.json").read_text())
-    try:
-        result = _run_in_group(job, folder, rank)
-        if rank == 0:
-            (folder / "0.result.json").write_text(json.dumps(result))
-        dist.barrier()
-        dist.destroy_process_group()
-    except BaseException as error:
-        _report(error, folder / f"{rank}.error.json")
-        sys.stderr.flush()
-        # Threads of the process group may still wait for peers: leave without them.
-        os._exit(1)
-
-
-def _run_in_group(job: dict[str, Any], folder: Path, rank: int) -> Any:
+def call_in_group(
+    target: str, payload: Any, device: torch.device, store: dist.Store, rank: int, world: int, time_limit: float
+) -> Any:
+    """Join the ranks' process group, call ``target``, and leave it together; the result of rank 0, None of others."""
     torch.set_num_threads(THREADS_PER_RANK)
-    device = host.pick_device(job["device"], rank=rank, world=job["world"])
     with host.running_on(device):
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=dist.FileStore(str(folder / "store"), job["world"]),
+            store=store,
             rank=rank,
-            world_size=job["world"],
-            timeout=timedelta(seconds=job["time_limit"]),
+            world_size=world,
+            timeout=timedelta(seconds=time_limit),
         )
-        module, function = job["target"].split(":")
-        return getattr(importlib.import_module(module), function)(job["payload"])
-
-
-def _report(error: BaseException, file: Path) -> None:
-    first = str(error).strip().splitlines()[:1]
-    report = {
-        "message": first[0] if first else type(error).__name__,
-        "input": isinstance(error, InputError),
-        "traceback": traceback.format_exc(),
-        "time": time.time(),
-    }
-    if not report["input"]:
-        report["message"] = f"{type(error).__name__}: {report['message']}"
-    partial = file.with_suffix(".part")
-    partial.write_text(json.dumps(report))
-    partial.rename(file)
+        result = alone.call(target, payload)
+        dist.barrier()
+        dist.destroy_process_group()
+    return result if rank == 0 else None

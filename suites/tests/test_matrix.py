@@ -3,12 +3,14 @@
 import pytest
 
 import suites
-from steelyard.errors import InputError, LengthsError
+from steelyard.errors import InputError
 from suites import matrix
 from suites.matrix import LengthsFile
 
 MODEL = "[model]\nlayers = 4\nhidden = 32\nffn = 48\nheads = 4\nkv_heads = 2\nhead_dim = 8\nvocab = 96\n"
 SUITE = '[[suite]]\nname = "throughput"\nworkloads = ["rl-math-short"]\n'
+HEAD = 'description = "x"\n' + MODEL
+OVERRIDE = "override = [{ when = { role = 'ROLE' }, settings = { pairs = 0 } }]\n"
 
 
 def load(tmp_path, text):
@@ -36,6 +38,34 @@ def test_a_suite_is_the_product_of_its_axes_and_overrides_the_defaults(tmp_path)
     assert all((cell.rows, cell.pairs) == (8, 3) for cell in cells)
 
 
+def test_any_setting_can_be_an_axis_and_cells_can_be_repeated(tmp_path):
+    text = HEAD + SUITE + "rows = [4, 8]\naxes = { pairs = [1, 2], dtype = ['float32'] }\nrepeats = 2\n"
+    cells = load(tmp_path, text).cells()
+    assert [cell.id.rpartition("/")[2] for cell in cells][:4] == [
+        "actor-rows-4-pairs-1-dtype-float32",
+        "actor-rows-4-pairs-1-dtype-float32~2",
+        "actor-rows-4-pairs-2-dtype-float32",
+        "actor-rows-4-pairs-2-dtype-float32~2",
+    ]
+    assert [(cell.rows, cell.pairs, cell.repeat) for cell in cells[:5:2]] == [(4, 1, 1), (4, 2, 1), (8, 1, 1)]
+    assert len(cells) == 8
+
+
+def test_exclusions_and_overrides_fit_by_axis(tmp_path):
+    text = HEAD + SUITE + 'layouts = [{}, { dp = 2 }, { tp = 2, dp = 2 }]\nroles = ["actor", "critic", "reward"]\n'
+    text += 'exclude = [{ layout = { dp = 2 }, role = ["critic", "reward"] }]\n'
+    text += "override = [{ when = { layout = { dp = 2 } }, settings = { pairs = 7, time_limit = 9 } }"
+    text += ", { when = { layout = { tp = 2 } }, settings = { pairs = 8 } }]\n"
+    found = {cell.id.split("/", 2)[2]: (cell.pairs, cell.time_limit) for cell in load(tmp_path, text).cells()}
+    assert found == {
+        "1/actor": (5, 300.0),
+        "1/critic": (5, 300.0),
+        "1/reward": (5, 300.0),
+        "dp2/actor": (7, 9.0),
+        "tp2+sp-dp2/actor": (8, 9.0),
+    }
+
+
 def test_a_lengths_file_takes_the_place_of_the_workloads(tmp_path):
     file = tmp_path / "lengths.csv"
     file.write_text("p,r\n100,20\n50,7\n")
@@ -55,10 +85,13 @@ def test_a_lengths_file_takes_the_place_of_the_workloads(tmp_path):
         ("description = ", "is not valid TOML"),
         ('description = "x"\n' + MODEL, "key suite: Field required"),
         ('description = "x"\n' + MODEL + SUITE + "sise = 3\n", "key suite.0.sise: Extra inputs"),
-        ('description = "x"\n' + MODEL + SUITE + "settings = { rows = 0 }\n", "key rows: .*greater than 0.*got 0"),
+        (
+            'description = "x"\n' + MODEL + SUITE + "settings = { rows = 0 }\n",
+            "mine.toml, key suite.0.settings.rows: .*greater than 0.*got 0",
+        ),
         (
             'description = "x"\n' + MODEL + SUITE + "layouts = [{ tp = 3 }]\n",
-            "tp=3 does not divide the model's 4 attention",
+            "key suite.0.layouts.0: .*tp=3 does not divide the model's 4 attention",
         ),
         ('description = "x"\n' + MODEL + SUITE + "layouts = [{ vpp = 2 }]\n", "vpp=2 needs pp > 1"),
         (
@@ -67,9 +100,24 @@ def test_a_lengths_file_takes_the_place_of_the_workloads(tmp_path):
         ),
         (
             'description = "x"\n' + MODEL + SUITE.replace("throughput", "thruput"),
-            "suite 'thruput' does not exist .*throughput",
+            "key suite.0.name: suite 'thruput' does not exist .*throughput",
         ),
-        ('description = "x"\n' + MODEL + SUITE + "layouts = [{}, {}]\n", "is there twice"),
+        ('description = "x"\n' + MODEL + SUITE + "layouts = [{}, {}]\n", "key suite.0: cell .* is there twice"),
+        (HEAD + "[defaults]\nrows = 0\n" + SUITE, "key defaults.rows: .*greater than 0"),
+        (HEAD + SUITE + "axes = { sise = [1] }\n", "key suite.0.axes.sise: is no setting of a cell"),
+        (HEAD + SUITE + "axes = { role = ['actor'] }\n", "key suite.0.axes.role: is no setting"),
+        (HEAD + SUITE + "axes = { rows = [] }\n", "key suite.0.axes.rows: "),
+        (HEAD + SUITE + "axes = { pairs = [1, 0] }\n", "key suite.0.axes.pairs: .*greater than 0"),
+        (HEAD + SUITE + "axes = { pairs = [1] }\nsettings = { pairs = 2 }\n", "settings.pairs: belongs to an axis"),
+        (HEAD + SUITE + "repeats = 0\n", "key suite.0.repeats: "),
+        (
+            HEAD + SUITE + "exclude = [{ rowz = 4 }]\n",
+            "key suite.0.exclude.0.rowz: is no axis of this suite: it has work",
+        ),
+        (HEAD + SUITE + "exclude = [{ layout = { tq = 2 } }]\n", "key suite.0.exclude.0.layout: 'tq' is no size"),
+        (HEAD + SUITE + "exclude = [{ role = 'critic' }]\n", "key suite.0.exclude.0: fits no cell"),
+        (HEAD + SUITE + OVERRIDE.replace("ROLE", "critic"), "key suite.0.override.0: fits no cell"),
+        (HEAD + SUITE + OVERRIDE.replace("ROLE", "actor"), "key suite.0.override.0.settings.pairs: .*greater than 0"),
     ],
 )
 def test_a_mistake_is_named(tmp_path, text, message):
@@ -78,7 +126,7 @@ def test_a_mistake_is_named(tmp_path, text, message):
 
 
 def test_an_unknown_workload_and_an_unknown_matrix_are_named_with_what_is_close(tmp_path):
-    with pytest.raises(LengthsError, match="rl-math-short"):
+    with pytest.raises(InputError, match="key suite.0.workloads: .*rl-math-short"):
         load(tmp_path, 'description = "x"\n' + MODEL + SUITE.replace("rl-math-short", "rl-math-shirt"))
     with pytest.raises(InputError, match="matrix 'smok' does not exist .*smoke"):
         matrix.load("smok", list(suites.SUITES))

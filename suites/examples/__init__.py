@@ -1,0 +1,1 @@
+"""Sides that can be tried out: see ``suites.sides``."""
