@@ -125,6 +125,7 @@ def verdicts(result: Result) -> dict[str, str]:
     return {one["metric"]: one["verdict"] for one in answer["comparisons"] if one["basis"] == "interleaved"}
 
 
+@pytest.mark.long
 def test_five_per_cent_in_planner_and_step_are_called_regressed(ab: Callable, repository: Path) -> None:
     planner = (PLANNER, f"{SLOWER}\nplan_step = _slower(plan_step, 'process_time')\n")
     step = (STEP, f"{SLOWER}\nWorker.update = _slower(Worker.update, 'process_time')\n")
@@ -138,6 +139,7 @@ def test_five_per_cent_in_planner_and_step_are_called_regressed(ab: Callable, re
     assert result.exit_code == 1
 
 
+@pytest.mark.long
 def test_an_identical_commit_is_neutral(ab: Callable) -> None:
     result = ab("as-it-is", "as-it-is", "--pairs", 24)
     assert set(verdicts(result).values()) == {"neutral"}, result.output

@@ -80,6 +80,7 @@ def asv(tmp_path: Path) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.long
 def test_asv_checks_runs_compares_and_publishes_the_last_two_commits(tmp_path: Path, asv: Callable[..., str]) -> None:
     commits = [worktrees.resolve(ROOT, revision) for revision in ("HEAD~1", "HEAD")]
     asv("machine", "--yes")

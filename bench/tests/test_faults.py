@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -93,8 +93,11 @@ class Runs:
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Runs:
-    return Runs(tmp_path)
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    there = Runs(tmp_path)
+    yield there
+    for process in there.left_behind():  # a test that failed leaves nothing either
+        process.kill()
 
 
 def finish(process: subprocess.Popen, code: int) -> str:

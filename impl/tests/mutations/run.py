@@ -69,7 +69,7 @@ def is_noticed(fault: Fault) -> tuple[bool, str]:
         fault.plant(copy)
         # The copy comes before the installed package.
         environment = {**os.environ, "PYTHONPATH": f"{copy / 'impl'}{os.pathsep}{copy}", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", fault.test]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "", fault.test]
         result = subprocess.run(
             command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False
         )
