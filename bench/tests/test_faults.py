@@ -145,7 +145,7 @@ def test_a_run_that_is_ended_goes_on_where_it_was(runs: Runs, number: signal.Sig
         assert "another process is running it" in finish(runs.resume(), 2)
     process.send_signal(number)
     if number is signal.SIGKILL:
-        process.communicate()
+        process.wait()
         assert list(runs.outcomes()) == ["passes"]
     else:
         said = finish(process, 130)
