@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bench import cli_verdicts
-from bench.cli_parts import AsJson, DeviceName, bad_input_in_one_line, print_json
+from bench.cli_parts import AsJson, DeviceName, print_json
+from steelyard.cli import bad_input_in_one_line
 from steelyard.errors import InputError
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bench.cli_parts import AsJson, DeviceName, bad_input_in_one_line, print_json
+from bench.cli_parts import AsJson, DeviceName, print_json
+from steelyard.cli import bad_input_in_one_line
 
 if TYPE_CHECKING:
     from bench.compare import Report

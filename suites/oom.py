@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from steelyard.errors import InputError
+from steelyard.errors import CapacityError
 from steelyard.lengths import LengthSample
 from steelyard.memory import Offloader
 from steelyard.memory.predict import GIB, RECOMPUTE, MemoryPrediction, predict_peak, stage_ranks
@@ -189,9 +189,7 @@ def thresholds(case: Case, way: Way) -> list[Series]:
             forward_only=way.forward_only,
             **case.settings,
         )
-    except InputError as error:
-        if not str(error).startswith("capacity="):
-            raise
+    except CapacityError as error:
         return [_threshold(way.side, way.variant, 0, notes | {"does_not_fit": str(error)})]
     notes |= {"limit": found.limit, "breaks_first": found.breaks_first} | curve(case, way, found)
     series = [_threshold(way.side, way.variant, found.tokens, notes)]

@@ -35,6 +35,16 @@ app = typer.Typer(
 )
 
 
+@contextlib.contextmanager
+def bad_input_in_one_line() -> Iterator[None]:
+    """End with exit code 2 and the error's text in one line; the harness's commands use it too."""
+    try:
+        yield
+    except InputError as error:
+        typer.echo(f"error: {' '.join(str(error).splitlines())}", err=True)
+        raise typer.Exit(2) from None
+
+
 class Recompute(StrEnum):
     none = "none"
     selective = "selective"
@@ -100,7 +110,7 @@ def predict(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")] = False,
 ) -> None:
     """Peak memory of one optimizer step on every kind of pipeline stage, and what holds it."""
-    with _bad_input_in_one_line():
+    with bad_input_in_one_line():
         # megatron-core's imports warn of everything that it could use and does not find.
         warnings.simplefilter("ignore")
         shape = _shape(model, max_positions)
@@ -134,7 +144,7 @@ def predict(
                     extrapolate=extrapolate,
                 )
             if capacity is not None and stages[name].static_bytes > (capacity - reserve) * 2**30:
-                raise InputError(too_small(shape, layout, name, stages[name], capacity, reserve))
+                raise too_small(shape, layout, name, stages[name], capacity, reserve)
         title = f"{shape.name} on {layout}, {len(parts)} micro-batches of {tokens} tokens: {NOT_VERIFIED}"
         if picture is not None:
             from steelyard.memory.waterfall import draw
@@ -143,15 +153,6 @@ def predict(
     _show(stages, title, capacity, reserve)
     if as_json:
         typer.echo(json.dumps(_record(shape, layout, tokens, len(parts), recompute.value, kernels.value, stages)))
-
-
-@contextlib.contextmanager
-def _bad_input_in_one_line() -> Iterator[None]:
-    try:
-        yield
-    except InputError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
 
 
 def _shape(name: str, max_positions: int | None) -> ModelShape:

@@ -31,6 +31,10 @@ class BatchError(InputError):
     """A batch of rollouts lacks a field, or its fields do not agree with each other."""
 
 
+class CapacityError(InputError):
+    """The memory of a GPU does not hold a step, or not even what it needs before its first token."""
+
+
 class PlanError(InputError):
     """No plan of micro-batches satisfies what was asked."""
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from steelyard.errors import InputError
 from suites import SUITES, matrix, memory_limit, oom
 from suites.matrix import Cell, Layout, Sizes
 from suites.oom import COUNTS, FIXED, GRAPHS, Case, Way
@@ -74,7 +75,7 @@ def test_what_does_not_fit_is_a_threshold_of_zero_and_other_bad_input_is_not():
     assert one.values == [0]
     assert "use at least 5 GiB" in one.notes["does_not_fit"]
     bad = Way("naive", "", lambda tokens: [])
-    with pytest.raises(oom.InputError, match="rows of more than"):
+    with pytest.raises(InputError, match="rows of more than"):
         oom.thresholds(Case(cell, CPU), bad)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from steelyard.cost import ModelShape
-from steelyard.errors import BatchError, InputError
+from steelyard.errors import CapacityError
 from steelyard.memory.predict import GIB, MemoryPrediction, predict_peak, stage_ranks
 from steelyard.parallel import ParallelLayout
 from steelyard.pipeline import legal_count
@@ -77,7 +77,8 @@ def largest_response(
         settings: as for ``predict_peak``: step, role, dtype, recompute, kernels, overrides, extrapolate ...
 
     Raises:
-        InputError: not even the shortest row fits, or what ``predict_peak`` refuses.
+        CapacityError: not even the shortest row fits.
+        InputError: what ``predict_peak`` refuses.
     """
     search = _Search(shape, layout, micro_batches or (lambda tokens: usual_micro_batches(layout, tokens)), settings)
     available = math.floor((capacity_gib - reserve_gib) * GIB)
@@ -163,10 +164,10 @@ class _Search:
     ) -> None:
         stage, worst = max(found.items(), key=lambda item: item[1].static_bytes)
         if worst.static_bytes > available:
-            raise InputError(too_small(self.shape, self.layout, stage, worst, capacity_gib, reserve_gib))
+            raise too_small(self.shape, self.layout, stage, worst, capacity_gib, reserve_gib)
         stage, worst = max(found.items(), key=lambda item: item[1].peak_bytes)
         if worst.peak_bytes > available:
-            raise BatchError(
+            raise CapacityError(
                 f"capacity={capacity_gib:g} GiB less {reserve_gib:g} in reserve does not hold rows of {worst.longest} "
                 f"tokens: the {stage} stage needs {worst.peak_gib:.1f} GiB, so use at least "
                 f"{math.ceil(worst.peak_gib + reserve_gib)} GiB or more ranks"
@@ -185,10 +186,10 @@ def too_small(
     prediction: MemoryPrediction,
     capacity_gib: float,
     reserve_gib: float,
-) -> str:
-    """The message for a capacity that does not hold what a step needs before its first token."""
+) -> CapacityError:
+    """The error for a capacity that does not hold what a step needs before its first token."""
     least = math.ceil(prediction.static_bytes / GIB + reserve_gib)
-    return (
+    return CapacityError(
         f"capacity={capacity_gib:g} GiB less {reserve_gib:g} in reserve is too small for {shape.name} on {layout}: "
         f"parameters, gradients and optimizer alone take {prediction.static_bytes / GIB:.1f} GiB on the {stage} stage; "
         f"use at least {least} GiB, or more ranks (tp, pp or dp)"
