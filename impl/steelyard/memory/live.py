@@ -14,6 +14,11 @@ from torch.utils._pytree import tree_leaves
 BLOCK = 512
 
 
+def rounded(size: int) -> int:
+    """Bytes that the CUDA allocator sets aside for ``size``."""
+    return -(-size // BLOCK) * BLOCK
+
+
 class LiveBytes(TorchDispatchMode):
     """While it is held, every storage that an operation makes counts from its birth to its end.
 
@@ -46,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
         if storage in self._known:
             return
         self._known.add(storage)
-        size = -(-storage.nbytes() // BLOCK) * BLOCK
+        size = rounded(storage.nbytes())
         self.now += size
         self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._end, size)

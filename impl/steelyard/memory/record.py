@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steelyard.memory.allocator import Event
-from steelyard.memory.live import BLOCK
+from steelyard.memory.live import rounded
 
 # Operations see this as cpu:0, and every tensor on a CPU reports plain cpu: so moving a tensor here is always a copy
 # that can be told from work on the host.
@@ -236,11 +236,6 @@ class Recorder(TorchDispatchMode):
             block = self._blocks[index]
             found.append(Event("alloc" if event >= 0 else "free", index, block.size, self._part(block)))
         return found
-
-
-def rounded(size: int) -> int:
-    """Bytes that the CUDA allocator sets aside for ``size``."""
-    return -(-size // BLOCK) * BLOCK
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

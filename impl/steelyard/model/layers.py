@@ -112,10 +112,15 @@ def layer_spec(config: TransformerConfig, *, experts: bool = False) -> ModuleSpe
     return spec
 
 
+def uses_transformer_engine() -> bool:
+    """Whether TransformerEngine's layers run: where it is installed and the model is for CUDA."""
+    on_cuda = torch.device(torch.cuda.current_device()).type == "cuda"
+    return on_cuda and importlib.util.find_spec("transformer_engine") is not None
+
+
 def core_attention() -> type:
     """TransformerEngine's attention where it is installed and the model runs on CUDA, else ours."""
-    on_cuda = torch.device(torch.cuda.current_device()).type == "cuda"
-    if on_cuda and importlib.util.find_spec("transformer_engine"):
+    if uses_transformer_engine():
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
         return TEDotProductAttention

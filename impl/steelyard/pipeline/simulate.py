@@ -256,8 +256,31 @@ def _critical(graph: Program, ends: Floats, p2p: float) -> list[int]:
         path.append(index)
 
 
+class StageTimes:
+    """What follows from the makespan, the busy time of the mean stage (``ideal``) and that of each (``busy``)."""
+
+    makespan: float
+    ideal: float
+    busy: tuple[float, ...]
+
+    @property
+    def overhead(self) -> float:
+        """``makespan / ideal - 1``; 0 for a step without work."""
+        return self.makespan / self.ideal - 1.0 if self.ideal > 0 else 0.0
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of the makespan, ``overhead / (1 + overhead)``."""
+        return 1.0 - self.ideal / self.makespan if self.makespan > 0 else 0.0
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Idle time of each stage within the makespan."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(StageTimes):
     """What the simulation says; times are in the unit of the work that went in.
 
     Attributes:
@@ -274,21 +297,6 @@ class Timeline:
     _graph: Program = field(repr=False, compare=False)
     _starts: Floats = field(repr=False, compare=False)
     _finishes: Floats = field(repr=False, compare=False)
-
-    @property
-    def overhead(self) -> float:
-        """``makespan / ideal - 1``; 0 for a step without work."""
-        return self.makespan / self.ideal - 1.0 if self.ideal > 0 else 0.0
-
-    @property
-    def bubble(self) -> float:
-        """Idle share of the makespan, ``overhead / (1 + overhead)``."""
-        return 1.0 - self.ideal / self.makespan if self.makespan > 0 else 0.0
-
-    @property
-    def idle(self) -> tuple[float, ...]:
-        """Idle time of each stage within the makespan."""
-        return tuple(self.makespan - busy for busy in self.busy)
 
     @cached_property
     def spans(self) -> list[Span]:

@@ -2,54 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 from steelyard.pipeline.schedule import Pass
-from steelyard.pipeline.simulate import Span
+from steelyard.pipeline.simulate import Span, StageTimes
 
 
 @dataclass(frozen=True)
-class PassTimeline:
+class PassTimeline(StageTimes):
     """What every stage did, traced or predicted; times in one unit, 0 is the start of the first pass.
 
     Attributes:
         spans: every pass, by stage and then by time.
         stages: number of stages.
+        makespan: from the first forward pass to the end of the last backward pass.
+        busy: busy time of each stage.
+        ideal: busy time of the mean stage.
     """
 
     spans: tuple[Span, ...]
     stages: int
+    makespan: float = field(init=False)
+    busy: tuple[float, ...] = field(init=False)
+    ideal: float = field(init=False)
 
-    @cached_property
-    def makespan(self) -> float:
-        """From the first forward pass to the end of the last backward pass."""
-        return max(span.end for span in self.spans)
-
-    @cached_property
-    def busy(self) -> tuple[float, ...]:
-        """Busy time of each stage."""
-        return tuple(sum(span.end - span.start for span in self.of_stage(stage)) for stage in range(self.stages))
-
-    @property
-    def ideal(self) -> float:
-        """Busy time of the mean stage."""
-        return sum(self.busy) / self.stages
-
-    @property
-    def overhead(self) -> float:
-        """``makespan / ideal - 1``; 0 for a step without work."""
-        return self.makespan / self.ideal - 1.0 if self.ideal > 0 else 0.0
-
-    @property
-    def bubble(self) -> float:
-        """Idle share of the makespan, ``overhead / (1 + overhead)``."""
-        return 1.0 - self.ideal / self.makespan if self.makespan > 0 else 0.0
-
-    @property
-    def idle(self) -> tuple[float, ...]:
-        """Idle time of each stage within the makespan."""
-        return tuple(self.makespan - busy for busy in self.busy)
+    def __post_init__(self) -> None:
+        busy = tuple(sum(span.end - span.start for span in self.of_stage(stage)) for stage in range(self.stages))
+        object.__setattr__(self, "makespan", max(span.end for span in self.spans))
+        object.__setattr__(self, "busy", busy)
+        object.__setattr__(self, "ideal", sum(busy) / self.stages)
 
     def of_stage(self, stage: int) -> list[Span]:
         """The passes of one stage by time."""

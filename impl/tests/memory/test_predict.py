@@ -13,8 +13,8 @@ from megatron.core import parallel_state
 
 from steelyard.errors import BatchError, InputError, PlanError
 from steelyard.memory.fakes import STAND_INS
+from steelyard.memory.live import rounded
 from steelyard.memory.predict import RECOMPUTE, predict_peak
-from steelyard.memory.record import rounded
 from steelyard.parallel import ParallelLayout
 from steelyard.step import Actor, ActorRole, CriticRole, StepSettings
 

@@ -9,10 +9,7 @@ configuration, whole, and ``prepare``, called with every bare chunk before it is
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
-
-import torch
 
 # Fusions that bridges switch on and that need TransformerEngine or Apex, or a stream beside the main one.
 WITHOUT_FUSIONS: dict[str, Any] = {
@@ -23,9 +20,3 @@ WITHOUT_FUSIONS: dict[str, Any] = {
     "gradient_accumulation_fusion": False,
     "moe_shared_expert_overlap": False,
 }
-
-
-def uses_transformer_engine() -> bool:
-    """Whether a bridge keeps its own TransformerEngine layers: where that is installed and the model is for CUDA."""
-    on_cuda = torch.device(torch.cuda.current_device()).type == "cuda"
-    return on_cuda and importlib.util.find_spec("transformer_engine") is not None

@@ -27,9 +27,10 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from steelyard.cost import ModelShape
 from steelyard.errors import InputError, ShapeError
 from steelyard.hints import did_you_mean
-from steelyard.model.bridges import WITHOUT_FUSIONS, te_names, uses_transformer_engine
+from steelyard.model.bridges import WITHOUT_FUSIONS, te_names
 from steelyard.model.config import layout_settings, refuse_hanging_schedule
 from steelyard.model.ddp import check_ddp_config
+from steelyard.model.layers import uses_transformer_engine
 from steelyard.parallel import ParallelLayout
 
 HEAD = "output_layer.weight"

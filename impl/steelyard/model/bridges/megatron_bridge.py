@@ -18,9 +18,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from steelyard.errors import InputError
-from steelyard.model.bridges import WITHOUT_FUSIONS, te_names, uses_transformer_engine
+from steelyard.model.bridges import WITHOUT_FUSIONS, te_names
 from steelyard.model.config import layout_settings, refuse_hanging_schedule
 from steelyard.model.ddp import check_ddp_config
+from steelyard.model.layers import uses_transformer_engine
 from steelyard.parallel import ParallelLayout
 
 
