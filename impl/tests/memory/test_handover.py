@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from stand_in import GIB, StandIn
-from training import bytes_of, make, on_ranks, one_rank, rollouts, tensors_of
+from training import bytes_of, make, one_rank, rollouts, tensors_of
 
 from steelyard.errors import InputError
 from steelyard.memory.handover import hand_over
@@ -124,8 +124,8 @@ def test_an_error_leaves_the_training_state_whole(trained, offloader, where):
         assert all(torch.equal(one, other) for one, other in zip(tensors, values[name], strict=True))
 
 
-def test_all_ranks_send_whole_weights(tmp_path):
-    on_ranks("sends_whole_weights", 2, tmp_path)
+def test_all_ranks_send_whole_weights(ranks):
+    ranks("offload_ranks:sends_whole_weights", 2, time_limit=200)
 
 
 class Calls(RuleBasedStateMachine):

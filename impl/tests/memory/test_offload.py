@@ -3,7 +3,7 @@
 import pytest
 import torch
 from offload_ranks import CASES
-from training import bytes_of, make, on_ranks, one_rank, rollouts, tensors_of
+from training import bytes_of, make, one_rank, rollouts, tensors_of
 
 from steelyard.errors import InputError
 from steelyard.memory.offload import PIECES, Offloader
@@ -26,8 +26,8 @@ def offloader(trained):
     one.onload()
 
 
-def test_training_goes_on_to_the_same_numbers(tmp_path):
-    output = on_ranks("trains_to_the_same_numbers", 2, tmp_path)
+def test_training_goes_on_to_the_same_numbers(ranks):
+    output = ranks("offload_ranks:trains_to_the_same_numbers", 2, time_limit=200)
     assert all(output.count(case) == 2 for case in CASES)
 
 

@@ -1,13 +1,6 @@
-"""A tiny model that trains for real, in this process or on ranks; what the tests of offloading share."""
+"""A tiny model that trains for real; what the tests of offloading share."""
 
 import contextlib
-import multiprocessing
-import os
-import signal
-import sys
-import time
-import traceback
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -83,49 +76,3 @@ def one_rank():
         finally:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
-
-
-def on_ranks(function, world, folder, time_limit=200):
-    """Call a function of ``offload_ranks.py`` on ``world`` gloo ranks, forked from a process that has imported all.
-
-    Returns what they printed.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["offload_ranks"])
-    processes = [context.Process(target=_rank, args=(function, rank, world, str(folder))) for rank in range(world)]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + time_limit
-    while any(process.exitcode is None for process in processes) and time.monotonic() < deadline:
-        if any(process.exitcode for process in processes):
-            deadline = min(deadline, time.monotonic() + 2.0)
-        time.sleep(0.05)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
-        process.join()
-    output = "".join(path.read_text(errors="replace") for path in sorted(Path(folder).glob("*.log")))
-    assert codes == [0] * world, f"exit codes {codes}\n{output[-8000:]}"
-    return output
-
-
-def _rank(function, rank, world, folder):
-    log = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
-    torch.set_num_threads(1)
-    try:
-        import offload_ranks
-
-        with host.running_on("cpu"):
-            store = dist.FileStore(f"{folder}/store", world)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-            getattr(offload_ranks, function)()
-            dist.barrier()
-            dist.destroy_process_group()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    sys.stdout.flush()

@@ -1,6 +1,5 @@
-"""Checkpoints, and the fixture ``ranks`` of the step's tests, which calls ``module:function`` of this folder."""
+"""Checkpoints, and the modules of this folder that tests import by name."""
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -9,11 +8,6 @@ import pytest
 # Processes of ranks import the modules by name.
 sys.path.insert(0, str(Path(__file__).parent))
 import hf_checkpoints
-
-spec = importlib.util.spec_from_file_location("step_conftest", Path(__file__).parents[1] / "step" / "conftest.py")
-step = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(step)
-ranks = step.ranks
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What the tests of this folder run on ranks; conftest.py starts them."""
+"""What the tests of this folder run on ranks; the fixture ``ranks`` starts them."""
 
 import importlib
 import os

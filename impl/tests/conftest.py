@@ -1,4 +1,4 @@
-"""Runs functions of on_ranks.py on gloo ranks: processes forked from one that has imported torch and megatron-core."""
+"""Runs functions on gloo ranks: processes forked from one that has imported torch and megatron-core."""
 
 import contextlib
 import multiprocessing
@@ -11,14 +11,17 @@ from pathlib import Path
 import pytest
 
 # Children import the module by name.
-sys.path.insert(0, str(Path(__file__).parent))
-import on_ranks
+sys.path.insert(0, str(Path(__file__).parent / "step"))
 
 
 @pytest.fixture
 def ranks(tmp_path):
     def run(function: str, world: int, *arguments: str, time_limit: float = 120) -> str:
-        """Call ``function`` of on_ranks.py on ``world`` ranks; return what they printed, or fail with it."""
+        """Call ``function`` of step/on_ranks.py, or ``module:function`` of a folder that is on the path, on ``world``
+        ranks; return what they printed, or fail with it.
+        """
+        import on_ranks  # here, because it imports megatron-core, which most tests do without
+
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["on_ranks", "steelyard.step", "steelyard.model.build", "mbridge"])
         processes = [
