@@ -169,14 +169,8 @@ class Trace:
 
     def live(self, *pieces: str) -> list[Event]:
         """The births of what is alive at the end of the step and belongs to some of the pieces."""
-        alive = {}
-        for event in self.events:
-            if event.kind == "alloc":
-                alive[event.block] = event
-            else:
-                alive.pop(event.block)
         parts = {part for piece in pieces for part in PARTS[piece]}
-        return [event for event in alive.values() if event.tag in parts]
+        return [event for event in _alive(self.events) if event.tag in parts]
 
     def way(self, side: Side, variant: str) -> list[Event]:
         """What the allocator is asked for after the step."""
@@ -192,6 +186,17 @@ class Trace:
         return [*out, *back, empty]
 
 
+def _alive(events: Iterable[Event]) -> list[Event]:
+    """The births of what is alive at the end."""
+    alive = {}
+    for event in events:
+        if event.kind == "alloc":
+            alive[event.block] = event
+        elif event.kind == "free":
+            alive.pop(event.block)
+    return list(alive.values())
+
+
 def _frees(births: Iterable[Event]) -> list[Event]:
     return [Event("free", event.block) for event in births]
 
@@ -201,7 +206,8 @@ def predicted(case: Case) -> list[Series]:
     traces = [Trace.of(case, stage, rank) for stage, rank in stage_ranks(case.settings.layout).items()]
     allowances = Allowances()
     capacity = int(case.cell.capacity_gib * GIB)
-    series, reserved_after = [], 0
+    found: dict[tuple[Side, str], tuple[float, dict[str, Any]]] = {}
+    reserved_after = 0
     for side, variant in WAYS:
         least, notes = capacity, {}
         for trace in traces:
@@ -212,21 +218,25 @@ def predicted(case: Case) -> list[Series]:
                 least, notes = left, _notes(trace, events, replayed)
                 if variant == ALONE:
                     reserved_after = int(replayed.reserved[len(trace.events) - 1])
-        notes["capacity_gib"] = case.cell.capacity_gib
-        series.append(_engine(side, variant, least / GIB, notes))
-    naive = max(one.values[0] for one in series if one.side == "naive")
-    reserved = Series("step_reserved_gib", "both", "GiB", "none", [reserved_after / GIB], "predicted")
+        found[side, variant] = least / GIB, {**notes, "capacity_gib": case.cell.capacity_gib}
+    best_naive = max(left for (side, _), (left, _) in found.items() if side == "naive")
     return [
         *(
-            one if one.side == "naive" else _engine(one.side, one.variant, one.values[0], one.notes, naive)
-            for one in series
+            Series(
+                "engine_gib",
+                side,
+                "GiB",
+                "higher",
+                [left],
+                "predicted",
+                best_naive if side == "optimised" else None,
+                variant,
+                notes,
+            )
+            for (side, variant), (left, notes) in found.items()
         ),
-        reserved,
+        Series("step_reserved_gib", "both", "GiB", "none", [reserved_after / GIB], "predicted"),
     ]
-
-
-def _engine(side: Side, variant: str, left: float, notes: dict[str, Any], limit: float | None = None) -> Series:
-    return Series("engine_gib", side, "GiB", "higher", [left], "predicted", limit, variant, notes)
 
 
 def _fitting(replayed: Replay, case: Case, stage: str) -> Replay:
@@ -243,14 +253,8 @@ def _fitting(replayed: Replay, case: Case, stage: str) -> Replay:
 def _notes(trace: Trace, events: Sequence[Event], replayed: Replay) -> dict[str, Any]:
     """The stage, and what holds the bytes that the engine does not get, in GiB."""
     held: Counter[str] = Counter()
-    alive: dict[int, Event] = {}
-    for event in events:
-        if event.kind == "alloc":
-            alive[event.block] = event
-        elif event.kind == "free":
-            alive.pop(event.block)
     pieces = {part: piece for piece, parts in PARTS.items() for part in parts}
-    for event in alive.values():
+    for event in _alive(events):
         held[pieces.get(event.tag, "other tensors")] += event.size
     held["unused"] = int(replayed.reserved[-1] - replayed.allocated[-1])
     return {"stage": trace.stage, "held_gib": {name: size / GIB for name, size in held.items() if size}}
