@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.compare import Comparison, Report, Verdict
-from bench.tables import NONE, Row, Table, number, ratio_text
+from bench.table import NONE, Row, Table, number, ratio_text
 
 
 def verdict_table(report: Report) -> Table:
