@@ -31,7 +31,7 @@ class Bubbles:
         micro_batches: of each side.
         makespan, overhead: traced, medians.
         ratio: naive over optimised makespan.
-        predicted_makespan, predicted_overhead: of ``simulate_exchange``.
+        predicted_makespan, predicted_overhead: of ``simulate`` with the exchange of shapes.
         error: fastest traced over predicted makespan, less 1.
         error_without_exchange: the same for ``simulate``.
         gap: predicted makespan over what no order goes below, less 1.

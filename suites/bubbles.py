@@ -12,10 +12,10 @@ forward pass through one virtual stage ``pass_ms`` long. Rows are ``scale`` time
 to keep it small.
 
 Steps of other micro-batches come first: they calibrate what a pass takes beside its plan and what one call between
-stages costs. With both, ``simulate_exchange`` predicts each side's makespan, and ``prediction_error`` says how far the
-fastest traced step is from that. ``error_without_exchange`` is the same for ``simulate``, which knows no exchange of
-shapes. Where something else on the machine kept a pass of that step waiting for a core, ``late_ms`` breaks its limit:
-the step was not paced, and its figures say nothing.
+stages costs. With both, ``simulate`` predicts each side's makespan, and ``prediction_error`` says how far the fastest
+traced step is from that. ``error_without_exchange`` is the same where the simulator knows no exchange of shapes. Where
+something else on the machine kept a pass of that step waiting for a core, ``late_ms`` breaks its limit: the step was
+not paced, and its figures say nothing.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from steelyard.pipeline import (
     PassTimeline,
     Pipeline,
     Span,
+    Timeline,
     best_order,
     check_count,
     is_legal_count,
     legal_count,
     makespan_lower_bound,
     simulate,
-    simulate_exchange,
 )
 from suites.baselines.differencing import partition
 from suites.baselines.planners import workload
@@ -88,7 +88,7 @@ class Task:
                 f"layout {layout} of cell {cell.id}: bubbles are weighed on pipeline stages alone: use pp > 1 and 1 "
                 f"for all other sizes"
             )
-        pipeline = Pipeline(layout.pp, layout.vpp, layout.group)
+        pipeline = Pipeline(layout.pp, layout.vpp, layout.group, exchange=True)
         lengths = cell.model_copy(update={"scale": 1.0}).draw().totals
         work, fixed = workload(lengths.astype(np.float64)), PER_TOKEN * cell.fixed_tokens
         size = cell.micro_batch_size
@@ -103,7 +103,9 @@ class Task:
         """The optimised micro-batches, from a planner that knows what passes and calls cost here."""
         passes = self.pipeline.stages * self.pipeline.virtual * 2 / (1 + self.pipeline.backward)
         fixed = self.fixed + costs.fixed * passes / self.seconds_per_work
-        pipeline = replace(self.pipeline, p2p=costs.call / self.seconds_per_work)
+        # As ``StepSettings.pipeline`` does it.
+        exchange = self.pipeline.virtual > 1
+        pipeline = replace(self.pipeline, p2p=costs.call / self.seconds_per_work, exchange=exchange)
         return plan_step(self.lengths, self.budget, 1, pipeline=pipeline, cost=Cost(fixed))[0].indices
 
     def loads(self, indices: Indices) -> Floats:
@@ -175,23 +177,19 @@ class Costs:
 
         return cls(0.0 if excess(0.0) >= 0 else float(brentq(excess, 0.0, best.makespan, xtol=1e-6)), fixed)
 
-    def predict(self, loads: Floats, pipeline: Pipeline) -> PassTimeline:
+    def predict(self, loads: Floats, pipeline: Pipeline) -> Timeline:
         """The step of micro-batches of these forward seconds."""
-        return simulate_exchange(loads, replace(pipeline, p2p=self.call), fixed=self.fixed)
+        return simulate(loads, replace(pipeline, p2p=self.call), fixed=self.fixed)
 
     def without_exchange(self, loads: Floats, pipeline: Pipeline) -> float:
-        """The makespan that ``simulate`` predicts with the same costs."""
-        return simulate(self._loaded(loads, pipeline, 1 + pipeline.backward), replace(pipeline, p2p=self.call)).makespan
+        """The makespan that is predicted with the same costs where nobody waits for shapes."""
+        return self.predict(loads, replace(pipeline, exchange=False)).makespan
 
     def lower_bound(self, loads: Floats, pipeline: Pipeline) -> float:
         """A makespan that no order goes below. Neither direction is given more than its fixed time."""
-        return makespan_lower_bound(
-            self._loaded(loads, pipeline, 2 * max(1.0, pipeline.backward)), replace(pipeline, p2p=self.call)
-        )
-
-    def _loaded(self, loads: Floats, pipeline: Pipeline, share: float) -> Floats:
-        """Forward work that carries the fixed time of both passes, divided by ``share``."""
-        return loads + 2 * self.fixed / share * pipeline.stages * pipeline.virtual
+        share = 2 * max(1.0, pipeline.backward)
+        carried = loads + 2 * self.fixed / share * pipeline.stages * pipeline.virtual
+        return makespan_lower_bound(carried, replace(pipeline, p2p=self.call))
 
 
 @dataclass(frozen=True)
@@ -233,7 +231,7 @@ def _series(
     ]  # fmt: skip
 
 
-def _spans(timeline: PassTimeline) -> dict[str, Any]:
+def _spans(timeline: PassTimeline | Timeline) -> dict[str, Any]:
     """Every pass as [stage, chunk, micro-batch, direction, start, end], in seconds to the microsecond."""
     return {"spans": [[*span[:4], round(span.start, 6), round(span.end, 6)] for span in timeline.spans]}
 

@@ -109,6 +109,7 @@ class Cell(Strict):
         whole_product: parity: every combination of split, form, budget, aggregation and options, not only every pair.
         fixed_tokens: planning, bubbles: what one more micro-batch costs, as the linear work of so many tokens.
         fixed_cost: planning: ``given`` as ``fixed_tokens``, or ``calibrated`` on this machine before the first draw.
+        exchange: planning: virtual stages exchange shapes in blocking calls, as Megatron's do.
         pass_ms: bubbles: milliseconds of the mean naive forward pass through one virtual stage.
         capacity_gib: handover, oom: memory of the GPU that is predicted for; where oom fails for real, the limit.
         recompute: handover, oom: activations computed again in the backward pass, as ``predict_peak`` takes it.
@@ -137,6 +138,7 @@ class Cell(Strict):
     whole_product: bool = False
     fixed_tokens: float = Field(default=0.0, ge=0)
     fixed_cost: Literal["given", "calibrated"] = "given"
+    exchange: bool = True
     pass_ms: PositiveFloat = 20.0
     capacity_gib: PositiveFloat = 80.0
     recompute: Literal["none", "selective", "full"] = "none"

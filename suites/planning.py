@@ -8,7 +8,8 @@ every planner:
 - ``rank_imbalance``: work of the rank with the most over the mean rank's;
 - ``time_over_ideal``: predicted time of the slowest rank on the cell's pipeline over the busy time of the mean stage,
   which counts the rows alone, so that more micro-batches are not for free where they cost something; the overhead is
-  what that is above 1;
+  what that is above 1. Virtual stages exchange shapes (``steelyard.pipeline.exchange``), unless the cell says that they
+  do not;
 - ``time_over_bound``: the same time over what no order of the planner's own micro-batches goes below;
 - ``planning_ms``: time of planning on one core, taken turn by turn: processor time, which other work on the machine
   disturbs least. Garbage of the planner before is collected first; the collections that a planner causes itself are
@@ -77,7 +78,7 @@ class Task:
             lengths,
             cell.max_tokens or -(-int(lengths.max()) // ROUNDED_TO) * ROUNDED_TO,
             layout.dp,
-            Pipeline(layout.pp, layout.vpp) if layout.pp > 1 else None,
+            Pipeline(layout.pp, layout.vpp, exchange=cell.exchange and layout.vpp > 1) if layout.pp > 1 else None,
             24576.0 * cell.fixed_tokens,
         )
 

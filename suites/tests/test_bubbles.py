@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -91,7 +93,9 @@ def test_predictions_are_never_below_the_bound():
         loads = np.random.default_rng(seed).lognormal(0, 1, 8)
         for pipeline in (Pipeline(2), Pipeline(4, 2), Pipeline(4, backward=3.0), Pipeline(2, 2, backward=0.5)):
             costs = Costs(call=0.05, fixed=0.3)
-            assert costs.predict(loads, pipeline).makespan >= costs.lower_bound(loads, pipeline) - 1e-9
+            for exchange in (False, True):
+                predicted = costs.predict(loads, replace(pipeline, exchange=exchange))
+                assert predicted.makespan >= costs.lower_bound(loads, pipeline) - 1e-9
 
 
 def test_overhead_by_count_tells_legal_and_refused_counts_apart():

@@ -156,7 +156,8 @@ class _Search:
     def __init__(self, step: Step, items: Items, pipeline: Pipeline, budget: int) -> None:
         self.step, self.items, self.pipeline, self.budget = step, items, pipeline, budget
         self.count = step.work.shape[1]
-        self.passes = program(self.count, pipeline).size
+        graph = program(self.count, pipeline)
+        self.passes = graph.size if graph.second is None else 3 * graph.size // 2  # they take as long as so many
         self.cuts = Cuts(self.count)
         self.sets: dict[tuple[int, int], Sets] = {}  # by rank and place, as long as they are true
         self.turn = 0

@@ -3,7 +3,6 @@ them.
 """
 
 from steelyard.pipeline.bound import makespan_lower_bound
-from steelyard.pipeline.exchange import simulate_exchange
 from steelyard.pipeline.order import best_order, both_ends
 from steelyard.pipeline.schedule import (
     Pipeline,
@@ -29,6 +28,5 @@ __all__ = [
     "makespan_lower_bound",
     "nearest_legal_counts",
     "simulate",
-    "simulate_exchange",
     "stage_order",
 ]

@@ -1,9 +1,9 @@
-"""Predicted time of a step whose stages exchange shapes before every transfer.
+"""The calls in which stages exchange shapes, between the passes of a step.
 
-``simulate`` lets a pass start when its stage is free and its input has arrived. With micro-batches of unequal lengths
-(``variable_seq_lengths``) that is not all: megatron-core (p2p_communication.py, 0.16) sends the shape of a tensor ahead
-and waits for the exchange at once, in calls that send and receive together, also where the transfer itself is
-overlapped. So a stage stands still in a call until every neighbour that takes part has come to its own call:
+With micro-batches of unequal lengths (``variable_seq_lengths``), megatron-core (p2p_communication.py, 0.16) sends the
+shape of a tensor ahead and waits for the exchange at once, in calls that send and receive together, also where the
+transfer itself is overlapped. So a stage stands still in a call until every neighbour that takes part has come to its
+own call:
 
 - before a backward pass of the interleaved schedule, a stage waits until the previous stage has finished the forward
   pass whose output comes next, though it needs that output only afterwards;
@@ -15,18 +15,12 @@ the stages would have waited anyway, except now and then in warm-up and cool-dow
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
 from steelyard.pipeline.schedule import Pass, Pipeline, schedule_table, stage_order, warmup_passes
-from steelyard.pipeline.simulate import Span, checked_work
-from steelyard.pipeline.spans import PassTimeline
 
-Floats = NDArray[np.float64]
 Port = Literal["send_forward", "receive_forward", "send_backward", "receive_backward"]
 Call = tuple[Port, ...]
 Step = Pass | Call
@@ -120,66 +114,24 @@ def _interleaved(stage: int, count: int, pipeline: Pipeline) -> Iterator[Step]:
         yield _call(send_backward=sends(backward[at]), receive_backward=at < len(backward) - 1 and receives(at, last))
 
 
-def simulate_exchange(work: ArrayLike, pipeline: Pipeline, *, fixed: float = 0.0) -> PassTimeline:
-    """Run the schedule on given durations, with the exchange of shapes.
+Place = tuple[int, int]  # stage, and which of its steps
+
+
+def meetings(steps: list[list[Step]]) -> dict[Place, list[Place]]:
+    """For every call, those that it waits for: the n-th use of a port meets the n-th of its partner.
 
     Args:
-        work: as in ``simulate``, in execution order.
-        pipeline: where it runs; ``p2p`` is the time of one call once all who take part have come to it.
-        fixed: what a pass of either direction takes beside its work.
-
-    Raises:
-        PlanError: a count that Megatron refuses, a wrong shape, or work that is negative or not finite.
+        steps: of every stage, as ``stage_steps`` gives them.
     """
-    parts, stages = checked_work(work, pipeline), pipeline.stages
-    runs = [_Stage(stage, stage_steps(stage, len(parts), pipeline)) for stage in range(stages)]
-    reached: dict[_Key, float] = {}
-    while any(run.steps for run in runs):
-        before = len(reached), sum(len(run.steps) for run in runs)
-        for run in runs:
-            run.advance(parts, pipeline, fixed, reached)
-        if before == (len(reached), sum(len(run.steps) for run in runs)):  # a defect of the steps, never of the input
-            raise AssertionError(f"the calls of the stages deadlock on {pipeline}")
-    return PassTimeline(tuple(span for run in runs for span in run.spans), stages)
-
-
-_Key = tuple[int, Port, int]  # stage, port, how many times it was used before
-
-
-class _Stage:
-    """One stage on its way through its steps."""
-
-    def __init__(self, number: int, steps: list[Step]) -> None:
-        self.number, self.steps = number, deque(steps)
-        self.now = 0.0
-        self.spans: list[Span] = []
-        self._used: Counter[Port] = Counter()
-
-    def advance(self, parts: Floats, pipeline: Pipeline, fixed: float, reached: dict[_Key, float]) -> None:
-        """Go on until the stage waits for another; ``reached`` holds when every port was come to."""
-        while self.steps:
-            step = self.steps[0]
-            if isinstance(step, Pass):
-                self._run(step, parts, pipeline, fixed)
-            elif not self._meet(step, pipeline, reached):
-                return
-            self.steps.popleft()
-
-    def _run(self, one: Pass, parts: Floats, pipeline: Pipeline, fixed: float) -> None:
-        work = float(parts[one.micro_batch, one.chunk * pipeline.stages + self.number])
-        end = self.now + work * (1.0 if one.direction == "F" else pipeline.backward) + fixed
-        self.spans.append(Span(self.number, one.chunk, one.micro_batch, one.direction, self.now, end))
-        self.now = end
-
-    def _meet(self, call: Call, pipeline: Pipeline, reached: dict[_Key, float]) -> bool:
-        """Come to a call; whether all who take part have. The n-th use of a port meets the n-th of its partner."""
-        partners = []
-        for port in call:
-            reached.setdefault((self.number, port, self._used[port]), self.now)
-            other, further = PARTNERS[port]
-            partners.append(((self.number + further) % pipeline.stages, other, self._used[port]))
-        if not all(partner in reached for partner in partners):
-            return False
-        self.now = max(self.now, *(reached[partner] for partner in partners)) + pipeline.p2p
-        self._used.update(call)
-        return True
+    places: dict[tuple[int, Port, int], Place] = {}
+    for stage, one in enumerate(steps):
+        used: Counter[Port] = Counter()
+        for at, call in enumerate(one):
+            if not isinstance(call, Pass):
+                places |= {(stage, port, used[port]): (stage, at) for port in call}
+                used.update(call)
+    found: dict[Place, list[Place]] = {}
+    for (stage, port, number), place in places.items():
+        other, further = PARTNERS[port]
+        found.setdefault(place, []).append(places[(stage + further) % len(steps), other, number])
+    return found

@@ -47,6 +47,8 @@ class Pipeline:
         p2p: time of one transfer between two stages, in the unit of the work that is simulated.
         stage_cost: share of the forward work in each of the ``stages * virtual`` virtual stages, in the order in which
             a micro-batch meets them (virtual stage ``chunk * stages + stage``); any scale. None means equal shares.
+        exchange: whether stages exchange shapes before every transfer, as Megatron's do where micro-batches differ in
+            length; ``p2p`` is then the time of one call in which they meet. See ``exchange.py``.
     """
 
     stages: int
@@ -55,6 +57,7 @@ class Pipeline:
     backward: float = 2.0
     p2p: float = 0.0
     stage_cost: Sequence[float] | None = None
+    exchange: bool = False
 
     def __post_init__(self) -> None:
         for name in ("stages", "virtual"):

@@ -5,7 +5,9 @@ durations. Passes are sorted into levels of that graph; the passes of one level 
 computed at once, for many candidates side by side. That is what makes a search over orders and contents affordable
 without a compiled kernel.
 
-Sends are assumed not to block the sender, which holds for Megatron's overlapped and unbatched transfers.
+Sends are assumed not to block the sender, which holds for Megatron's overlapped and unbatched transfers. Where stages
+exchange shapes (``Pipeline.exchange``), the calls in which they meet are nodes of the graph too: a call ends when all
+who take part have come to theirs.
 """
 
 from __future__ import annotations
@@ -13,16 +15,18 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from steelyard.errors import PlanError
-from steelyard.pipeline.schedule import Direction, Pipeline, check_count, schedule_table, warmup_passes
+from steelyard.pipeline.exchange import meetings, stage_steps
+from steelyard.pipeline.schedule import Direction, Pass, Pipeline, check_count, schedule_table, warmup_passes
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 class Span(NamedTuple):
@@ -38,20 +42,24 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """The passes of all stages, sorted by level, and what each waits for.
+    """The passes of all stages, and the calls between them if there are any, sorted by level, and what each waits for.
 
-    All arrays have one entry per pass. ``previous`` (the pass before it on its stage) and ``source`` (the pass that
-    produces its input) are positions in the same arrays, or ``size`` for "nothing to wait for".
+    All arrays have one entry per node, a pass or a call. ``previous`` (the node before it on its stage), ``source``
+    (the pass that produces a pass's input; for a call, what a partner does before its own call) and ``second`` (the
+    same of a call's other partner; None without calls) are positions in the same arrays, or ``size`` for "nothing to
+    wait for". A call has chunk and micro-batch 0.
     """
 
     stage: Ints
     chunk: Ints
     micro_batch: Ints
-    is_forward: NDArray[np.bool_]
+    is_pass: Flags
+    is_forward: Flags
     previous: Ints
     source: Ints
-    crosses: NDArray[np.bool_]  # the input comes from another stage
-    levels: Ints  # levels[i]:levels[i+1] are the passes of level i
+    second: Ints | None
+    crosses: Flags  # the input of a pass comes from another stage, without a call
+    levels: Ints  # levels[i]:levels[i+1] are the nodes of level i
 
     @property
     def size(self) -> int:
@@ -63,42 +71,64 @@ class Program:
         return self.crosses.tolist()
 
     @cached_property
-    def before(self) -> list[tuple[int, int]]:
-        """(previous, source) of each pass, as Python numbers for walking."""
-        return list(zip(self.previous.tolist(), self.source.tolist(), strict=True))
+    def before(self) -> list[tuple[int, ...]]:
+        """(source, previous) or (source, previous, second) of each node, as Python numbers for walking."""
+        columns = [self.source, self.previous, *([] if self.second is None else [self.second])]
+        return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 @lru_cache(maxsize=128)
-def _program(stages: int, virtual: int, group: int, count: int, forward_only: bool) -> Program:
+def _program(stages: int, virtual: int, group: int, count: int, forward_only: bool, exchange: bool) -> Program:
     pipeline = Pipeline(stages, virtual, group, backward=0.0 if forward_only else 1.0)
-    half = stages * virtual * count
-    table = np.array(schedule_table(count, pipeline), np.int64)
-    names = [_names(stage, table, pipeline) for stage in range(stages)]
-    source = _sources(pipeline, count)[: half if forward_only else None]
-    level = np.array(_levels([one.tolist() for one in names], source.tolist()), np.int64)
-    part = np.arange(len(source)) % half // count
-    order = np.lexsort((part % stages, level))  # position -> name
-    position = np.empty(len(source) + 1, np.int64)
-    position[order] = np.arange(len(source))
-    position[-1] = len(source)  # of nothing to wait for
-    previous = np.full(len(source), len(source), np.int64)
-    for one in names:
-        previous[position[one[1:]]] = position[one[:-1]]
-    depth, part = level[order], part[order]
-    waits = source[order]
+    return (_with_calls if exchange else _passes_alone)(count, pipeline)
+
+
+def _sorted(
+    orders: list[Ints], source: Ints, second: Ints | None, crosses: Flags, **described: NDArray[Any]
+) -> Program:
+    """Sort nodes by level. They have names, numbers from 0; ``orders`` are those of each stage in its order, the other
+    arrays have an entry for each name, -1 for "nothing to wait for".
+    """
+    waits = [source] if second is None else [source, second]
+    level = np.array(_levels([one.tolist() for one in orders], [one.tolist() for one in waits]), np.int64)
+    size = len(source)
+    stage, previous = np.empty(size, np.int64), np.full(size, -1, np.int64)
+    for number, one in enumerate(orders):
+        stage[one] = number
+        previous[one[1:]] = one[:-1]
+    order = np.lexsort((stage, level))  # position -> name
+    position = np.empty(size + 1, np.int64)
+    position[order] = np.arange(size)
+    position[-1] = size  # of nothing to wait for
+    depth = level[order]
     return Program(
-        stage=part % stages,
-        chunk=part // stages,
-        micro_batch=order % count,
-        is_forward=order < half,
-        previous=previous,
-        source=position[waits],
-        crosses=(waits >= 0) & ((waits % half // count - part) % stages != 0),
+        stage=stage[order],
+        previous=position[previous[order]],
+        source=position[source[order]],
+        second=None if second is None else position[second[order]],
+        crosses=crosses[order],
         levels=np.searchsorted(depth, np.arange(depth[-1] + 2)),
+        **{name: array[order] for name, array in described.items()},
     )
 
 
-# While a program is made, a pass has a name: a number made of direction, virtual stage and micro-batch, in this order.
+def _passes_alone(count: int, pipeline: Pipeline) -> Program:
+    """A pass has a name made of direction, virtual stage and micro-batch, in this order."""
+    stages, half = pipeline.stages, pipeline.stages * pipeline.virtual * count
+    table = np.array(schedule_table(count, pipeline), np.int64)
+    source = _sources(pipeline, count)[: half if pipeline.backward == 0 else None]
+    name = np.arange(len(source))
+    part = name % half // count
+    return _sorted(
+        [_names(stage, table, pipeline) for stage in range(stages)],
+        source,
+        None,
+        crosses=(source >= 0) & ((source % half // count - part) % stages != 0),
+        chunk=part // stages,
+        micro_batch=name % count,
+        is_pass=np.ones(len(source), np.bool_),
+        is_forward=name < half,
+    )
 
 
 def _names(stage: int, table: Ints, pipeline: Pipeline) -> Ints:
@@ -125,21 +155,43 @@ def _sources(pipeline: Pipeline, count: int) -> Ints:
     return np.concatenate((forward, backward))
 
 
-def _levels(orders: list[list[int]], source: list[int]) -> list[int]:
-    """Depth of every pass in the graph of dependencies, by name."""
-    level = [-1] * len(source) + [0]  # -1: not known yet; the last is for those without a source
+def _with_calls(count: int, pipeline: Pipeline) -> Program:
+    """Steps are named in the order of the stages and, on each, of time."""
+    steps = [stage_steps(stage, count, pipeline) for stage in range(pipeline.stages)]
+    first = np.cumsum([0, *map(len, steps)])
+    waits = np.full((2, first[-1]), -1, np.int64)
+    for (stage, at), partners in meetings(steps).items():
+        # A partner has come to its call when the step before it has ended; nothing is before the first.
+        before = [first[other] + step - 1 for other, step in partners if step > 0]
+        waits[: len(before), first[stage] + at] = before
+    flat = [step if isinstance(step, Pass) else None for one in steps for step in one]
+    return _sorted(
+        [np.arange(start, end) for start, end in itertools.pairwise(first.tolist())],
+        waits[0],
+        waits[1],
+        crosses=np.zeros(len(flat), np.bool_),
+        chunk=np.array([one.chunk if one else 0 for one in flat]),
+        micro_batch=np.array([one.micro_batch if one else 0 for one in flat]),
+        is_pass=np.array([one is not None for one in flat]),
+        is_forward=np.array([one is not None and one.direction == "F" for one in flat]),
+    )
+
+
+def _levels(orders: list[list[int]], waits: list[list[int]]) -> list[int]:
+    """Depth of every node in the graph of dependencies, by name."""
+    level = [-1] * len(waits[0]) + [0]  # -1: not known yet; the last is of nothing to wait for
     done, depth = [0] * len(orders), [0] * len(orders)
-    missing = len(source)
+    missing = len(waits[0])
     while missing:
         before = missing
         for stage, order in enumerate(orders):
             at, now = done[stage], depth[stage]
             while at < len(order):
                 name = order[at]
-                arrived = level[source[name]]
-                if arrived < 0:
+                arrived = [level[source[name]] for source in waits]
+                if min(arrived) < 0:
                     break
-                now = (arrived if arrived > now else now) + 1
+                now = max(now, *arrived) + 1
                 level[name] = now
                 at += 1
             missing -= at - done[stage]
@@ -154,11 +206,12 @@ def program(count: int, pipeline: Pipeline) -> Program:
     again.
     """
     check_count(count, pipeline)
-    return _program(pipeline.stages, pipeline.virtual, pipeline.group_size, count, pipeline.backward == 0)
+    stages, virtual, group = pipeline.stages, pipeline.virtual, pipeline.group_size
+    return _program(stages, virtual, group, count, pipeline.backward == 0, pipeline.exchange)
 
 
 def _ends(graph: Program, durations: Floats, p2p: float) -> Floats:
-    """End of every pass; ``durations`` is [passes] or [passes, candidates], and so is the result plus one row of
+    """End of every node; ``durations`` is [nodes] or [nodes, candidates], and so is the result plus one row of
     zeros.
     """
     ends = np.empty((graph.size + 1, *durations.shape[1:]))
@@ -167,26 +220,28 @@ def _ends(graph: Program, durations: Floats, p2p: float) -> Floats:
     bounds = graph.levels.tolist()
     for low, high in itertools.pairwise(bounds):
         start = ends.take(graph.source[low:high], axis=0)
-        if p2p:
+        if graph.second is not None:
+            np.maximum(start, ends.take(graph.second[low:high], axis=0), out=start)
+        elif p2p:
             start += delay[low:high]
         np.maximum(start, ends.take(graph.previous[low:high], axis=0), out=start)
         np.add(start, durations[low:high], out=ends[low:high])
     return ends
 
 
-def _durations(graph: Program, work: Floats, pipeline: Pipeline) -> Floats:
-    """Duration of every pass; ``work`` is [M, stages * virtual] or, for candidates side by side, [M, candidates]."""
+def _durations(graph: Program, work: Floats, pipeline: Pipeline, fixed: float) -> Floats:
+    """Duration of every node; ``work`` is [M, stages * virtual], ``fixed`` what a pass takes beside it."""
     ratio = np.where(graph.is_forward, 1.0, pipeline.backward)
     part = graph.chunk * pipeline.stages + graph.stage
-    return work[graph.micro_batch, part] * ratio
+    return np.where(graph.is_pass, work[graph.micro_batch, part] * ratio + fixed, pipeline.p2p)
 
 
 @lru_cache(maxsize=128)
 def _factors(count: int, pipeline: Pipeline) -> Floats:
-    """Duration of every pass per unit of its micro-batch's work; read-only."""
+    """Duration of every node per unit of its micro-batch's work; read-only."""
     graph = program(count, pipeline)
     part = graph.chunk * pipeline.stages + graph.stage
-    factors = np.asarray(pipeline.shares)[part] * np.where(graph.is_forward, 1.0, pipeline.backward)
+    factors = np.asarray(pipeline.shares)[part] * np.where(graph.is_forward, 1.0, pipeline.backward) * graph.is_pass
     factors.flags.writeable = False
     return factors
 
@@ -231,7 +286,10 @@ def run_many(work: Floats, pipeline: Pipeline) -> Runs:
         durations = work.T[graph.micro_batch] * _factors(work.shape[1], pipeline)[:, None]
     else:
         part = graph.chunk * pipeline.stages + graph.stage
-        durations = work[:, graph.micro_batch, part].T * np.where(graph.is_forward, 1.0, pipeline.backward)[:, None]
+        ratio = np.where(graph.is_forward, 1.0, pipeline.backward) * graph.is_pass
+        durations = work[:, graph.micro_batch, part].T * ratio[:, None]
+    if pipeline.exchange and pipeline.p2p:
+        durations[~graph.is_pass] = pipeline.p2p
     finishes = _ends(graph, durations, pipeline.p2p)
     return Runs(finishes.max(axis=0), graph, finishes, work.shape[1], pipeline)
 
@@ -242,17 +300,19 @@ def makespans(work: Floats, pipeline: Pipeline) -> Floats:
 
 
 def _critical(graph: Program, ends: Floats, p2p: float) -> list[int]:
-    """A chain of passes without slack, from the last to the first."""
+    """A chain of nodes without slack, from the last to the first."""
     times, crosses, before, none = ends.tolist(), graph.crossing, graph.before, graph.size
     index = int(np.argmax(ends[:none]))
     path = [index]
     while True:
-        previous, source = before[index]
-        if previous == none and source == none:
+        latest, following = -1.0, none
+        for at, one in enumerate(before[index]):
+            arrival = times[one] + (p2p if at == 0 and crosses[index] else 0.0)
+            if one != none and arrival > latest:
+                latest, following = arrival, one
+        if following == none:
             return path
-        arrival = times[source] + (p2p if crosses[index] else 0.0)
-        take_source = previous == none or (source != none and arrival >= times[previous])
-        index = source if take_source else previous
+        index = following
         path.append(index)
 
 
@@ -301,14 +361,15 @@ class Timeline(StageTimes):
     @cached_property
     def spans(self) -> list[Span]:
         """Every pass, by stage and then by time."""
-        graph, order = self._graph, np.lexsort((np.arange(self._graph.size), self._graph.stage))
-        return [self._span(index) for index in order] if graph.size else []
+        graph = self._graph
+        order = np.lexsort((np.arange(graph.size), graph.stage))
+        return [self._span(index) for index in order[graph.is_pass[order]]]
 
     @cached_property
     def critical_path(self) -> list[Span]:
         """A chain of passes without slack from the start of the step to its end."""
         path = _critical(self._graph, np.append(self._finishes, 0.0), self.pipeline.p2p)
-        return [self._span(index) for index in reversed(path)]
+        return [self._span(index) for index in reversed(path) if self._graph.is_pass[index]]
 
     def _span(self, index: int) -> Span:
         graph = self._graph
@@ -337,22 +398,23 @@ def checked_work(work: ArrayLike, pipeline: Pipeline) -> Floats:
     return array if array.ndim == 2 else array[:, None] * np.asarray(pipeline.shares)
 
 
-def simulate(work: ArrayLike, pipeline: Pipeline) -> Timeline:
+def simulate(work: ArrayLike, pipeline: Pipeline, *, fixed: float = 0.0) -> Timeline:
     """Run the schedule on given durations.
 
     Args:
         work: [M] forward work of each micro-batch over the whole model, shared out by ``pipeline.stage_cost``; or
             [M, stages * virtual], the forward work in each virtual stage. Execution order; any unit.
         pipeline: where it runs.
+        fixed: what a pass of either direction takes beside its work.
 
     Raises:
         PlanError: a count that Megatron refuses, a wrong shape, or work that is negative or not finite.
     """
     parts = checked_work(work, pipeline)
     graph = program(len(parts), pipeline)
-    durations = _durations(graph, parts, pipeline)
+    durations = _durations(graph, parts, pipeline, fixed)
     finishes = _ends(graph, durations, pipeline.p2p)[: graph.size]
-    busy = np.bincount(graph.stage, weights=durations, minlength=pipeline.stages)
+    busy = np.bincount(graph.stage, weights=durations * graph.is_pass, minlength=pipeline.stages)
     return Timeline(
         makespan=float(finishes.max()),
         ideal=float(busy.mean()),

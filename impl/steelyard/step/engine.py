@@ -89,7 +89,10 @@ class StepSettings:
     def pipeline(self) -> Pipeline | None:
         """The schedule to plan for, or None without pipeline stages."""
         layout = self.layout
-        return Pipeline(layout.pp, virtual=layout.vpp, group=layout.group) if layout.pp > 1 else None
+        if layout.pp == 1:
+            return None
+        # Stages always exchange shapes. With one chunk each they hardly wait for it, and plans are made faster without.
+        return Pipeline(layout.pp, virtual=layout.vpp, group=layout.group, exchange=layout.vpp > 1)
 
 
 def plan(batch: RolloutBatch, settings: StepSettings) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from steelyard.balance.improve import Cuts, Items, Step, improve
 from steelyard.balance.request import Settings, read_batch
 from steelyard.balance.search import Totals, _targets
 from steelyard.lengths import workload
+from steelyard.parallel import ParallelLayout
 from steelyard.pipeline import Pipeline, best_order, is_legal_count, makespan_lower_bound, simulate
 from steelyard.pipeline.schedule import legal_count
 from steelyard.pipeline.simulate import makespans, run_many
+from steelyard.step import StepSettings
 
 PIPELINES = [Pipeline(4), Pipeline(8), Pipeline(4, 2)]
 
@@ -80,6 +83,20 @@ def test_a_pipeline_of_one_stage_keeps_the_least_count_when_micro_batches_cost()
     lengths = workload("rl-math-short").draw(64, 0).totals
     plan = plan_micro_batches(lengths, 16384, pipeline=Pipeline(1), cost=Fixed())
     assert len(plan) == len(plan_micro_batches(lengths, 16384))
+
+
+@pytest.mark.parametrize("pipeline", [Pipeline(2, 2), Pipeline(4, 2)], ids=["pp2 vpp2", "pp4 vpp2"])
+def test_a_plan_that_knows_of_the_exchange_loses_less_by_it(pipeline: Pipeline) -> None:
+    """Megatron's virtual stages exchange shapes, so the engine's plans are made for that."""
+    real = StepSettings(max_tokens=1, layout=ParallelLayout(pp=pipeline.stages, vpp=pipeline.virtual)).pipeline()
+    assert real is not None
+    for seed in range(3):
+        lengths = workload("rl-code-16k-cap").draw(128, seed).totals
+        times = []
+        for planned_for in (real, pipeline):
+            plans = plan_step(lengths, int(lengths.max()), 4, pipeline=planned_for)
+            times.append(step_time(plans, replace(pipeline, exchange=True)))
+        assert times[0] < times[1]
 
 
 def test_forward_passes_only_are_planned_too() -> None:

@@ -1,17 +1,21 @@
-"""The simulator that knows the exchange of shapes; impl/tests/step/test_trace.py compares its calls with real ones."""
+"""Steps whose stages exchange shapes; impl/tests/step/test_trace.py compares their calls with real ones."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy.typing import ArrayLike
+from walking_stages import walk
 
 from steelyard.errors import PlanError
-from steelyard.pipeline import Pipeline, legal_count, simulate, stage_order
-from steelyard.pipeline.exchange import PARTNERS, simulate_exchange, stage_steps
+from steelyard.pipeline import PassTimeline, Pipeline, legal_count, simulate, stage_order
+from steelyard.pipeline.exchange import PARTNERS, stage_steps
 from steelyard.pipeline.schedule import Pass
+from steelyard.pipeline.simulate import makespans, run_many
 
 PIPELINES = [
     Pipeline(1),
@@ -24,6 +28,11 @@ PIPELINES = [
     Pipeline(2, backward=0.0),
     Pipeline(3, 2, backward=0.0),
 ]
+
+
+def exchanged(work: ArrayLike, pipeline: Pipeline, fixed: float = 0.0) -> PassTimeline:
+    timeline = simulate(work, replace(pipeline, exchange=True), fixed=fixed)
+    return PassTimeline(tuple(timeline.spans), pipeline.stages)
 
 
 def draws(pipeline: Pipeline, wanted: int, seed: int = 0) -> np.ndarray:
@@ -49,23 +58,48 @@ def test_every_call_has_a_partner_and_passes_are_those_of_the_schedule(pipeline:
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
 def test_equal_micro_batches_take_the_time_that_they_take_without_exchange(pipeline: Pipeline) -> None:
     work = np.ones(legal_count(9, pipeline))
-    assert simulate_exchange(work, pipeline).makespan == pytest.approx(simulate(work, pipeline).makespan)
+    assert exchanged(work, pipeline).makespan == pytest.approx(simulate(work, pipeline).makespan)
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
+def test_the_graph_says_what_stages_find_that_walk_through_their_steps(pipeline: Pipeline) -> None:
+    for seed in range(10):
+        costly = replace(pipeline, p2p=0.1 * (seed % 3), exchange=True)
+        work = draws(pipeline, 3 + 2 * seed, seed)
+        expected = walk(work, costly, fixed=0.05)
+        found = simulate(work, costly, fixed=0.05)
+        assert [span[:4] for span in found.spans] == [span[:4] for span in expected.spans]
+        np.testing.assert_allclose([span[4:] for span in found.spans], [span[4:] for span in expected.spans])
+        assert found.makespan == pytest.approx(expected.makespan)
+        assert found.busy == pytest.approx(expected.busy)
+        path = found.critical_path
+        assert path[-1].end == found.makespan
+        assert path[0].start == pytest.approx(0.0)
+        assert makespans(work[None], costly)[0] == pytest.approx(walk(work, costly).makespan)
+
+
+def test_cuts_stay_below_the_makespan_with_an_exchange() -> None:
+    pipeline = Pipeline(4, 2, p2p=0.05, exchange=True)
+    for seed in range(10):
+        work, other = (draws(pipeline, 12, seed + shift).sum(axis=1) for shift in (0, 100))
+        runs = run_many(np.array([work, other]), pipeline)
+        assert runs.times[1] >= runs.times[0] + runs.slope(0) @ (other - work) - 1e-7
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=str)
 def test_an_exchange_never_makes_a_step_shorter(pipeline: Pipeline) -> None:
     for seed in range(20):
         work = draws(pipeline, 11, seed)
-        plain, exchanged = simulate(work, pipeline), simulate_exchange(work, pipeline)
-        assert exchanged.makespan >= plain.makespan * (1 - 1e-12)
-        assert exchanged.busy == pytest.approx(plain.busy)
+        plain, met = simulate(work, pipeline), exchanged(work, pipeline)
+        assert met.makespan >= plain.makespan * (1 - 1e-12)
+        assert met.busy == pytest.approx(plain.busy)
 
 
 def test_unequal_micro_batches_on_virtual_stages_lose_by_it() -> None:
     losses = []
     for seed in range(20):
         work = draws(Pipeline(4, 2), 12, seed)
-        losses.append(simulate_exchange(work, Pipeline(4, 2)).makespan / simulate(work, Pipeline(4, 2)).makespan - 1)
+        losses.append(exchanged(work, Pipeline(4, 2)).makespan / simulate(work, Pipeline(4, 2)).makespan - 1)
     assert np.mean(losses) > 0.05
 
 
@@ -76,7 +110,7 @@ def test_a_step_that_was_worked_out_by_hand() -> None:
     which it sends in the call in which it receives. Stage 1 has finished micro-batch 0 in chunk 1 at 8, and waits with
     its backward pass until 10: stage 0 has not sent what stage 1 will need after that pass.
     """
-    timeline = simulate_exchange(np.array([[1.0] * 4, [3.0] * 4]), Pipeline(2, 2, backward=1.0))
+    timeline = exchanged(np.array([[1.0] * 4, [3.0] * 4]), Pipeline(2, 2, backward=1.0))
     ends = [
         [(f"{one.direction}{one.micro_batch}{'ab'[one.chunk]}", one.start, one.end) for one in timeline.of_stage(stage)]
         for stage in range(2)
@@ -94,7 +128,7 @@ def test_a_step_that_was_worked_out_by_hand() -> None:
 def test_a_stage_that_sends_waits_for_the_one_that_receives() -> None:
     """Stage 0 has finished micro-batch 1 at 4, but stage 1 is busy with micro-batch 0 until 6."""
     sizes = np.array([3.0, 1.0, 1.0])[:, None] * np.ones((1, 3))
-    starts = [span.start for span in simulate_exchange(sizes, Pipeline(3)).of_stage(0)]
+    starts = [span.start for span in exchanged(sizes, Pipeline(3)).of_stage(0)]
     assert starts[:3] == [0, 3, 6]
     assert [span.start for span in simulate(sizes, Pipeline(3)).spans if span.stage == 0][:3] == [0, 3, 4]
 
@@ -102,11 +136,11 @@ def test_a_stage_that_sends_waits_for_the_one_that_receives() -> None:
 def test_calls_and_passes_cost_what_is_said() -> None:
     pipeline = Pipeline(2, p2p=0.5)
     # F on stage 0, call, F and B on stage 1, call, B on stage 0; each pass takes 0.25 more.
-    assert simulate_exchange([2.0], pipeline, fixed=0.25).makespan == pytest.approx(1 + 0.5 + 3 + 0.5 + 2 + 4 * 0.25)
+    assert exchanged([2.0], pipeline, fixed=0.25).makespan == pytest.approx(1 + 0.5 + 3 + 0.5 + 2 + 4 * 0.25)
 
 
 def test_stages_wait_between_their_passes() -> None:
-    timeline = simulate_exchange(draws(Pipeline(4, 2), 8), Pipeline(4, 2))
+    timeline = exchanged(draws(Pipeline(4, 2), 8), Pipeline(4, 2))
     for stage in range(4):
         spans = timeline.of_stage(stage)
         assert all(one.end <= other.start + 1e-12 for one, other in itertools.pairwise(spans))
@@ -117,9 +151,9 @@ def test_stages_wait_between_their_passes() -> None:
 
 def test_bad_input_is_refused_as_by_simulate() -> None:
     with pytest.raises(PlanError, match="use 4 or 6"):
-        simulate_exchange([1.0] * 5, Pipeline(2, 2))
+        exchanged([1.0] * 5, Pipeline(2, 2))
     with pytest.raises(PlanError, match="micro-batch 1"):
-        simulate_exchange([1.0, -1.0], Pipeline(2))
+        exchanged([1.0, -1.0], Pipeline(2))
 
 
 def test_the_largest_schedules_do_not_deadlock() -> None:
@@ -128,4 +162,4 @@ def test_the_largest_schedules_do_not_deadlock() -> None:
         stages = random.randint(2, 8)
         pipeline = Pipeline(stages, random.randint(1, 4), random.randint(stages, 2 * stages + 1))
         count = legal_count(random.randint(1, 30), pipeline)
-        assert simulate_exchange(np.ones(count), pipeline).makespan > 0
+        assert exchanged(np.ones(count), pipeline).makespan > 0

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 from steelyard.pipeline import Pipeline, simulate
-from steelyard.pipeline.exchange import simulate_exchange
 from steelyard.pipeline.perfetto import trace_events
 
 
 def test_a_trace_file_has_every_pass_as_a_complete_event_with_named_processes_and_threads() -> None:
     pipeline = Pipeline(2, 2)
-    one, other = simulate([1.0, 2.0], pipeline), simulate_exchange([2.0, 1.0], pipeline)
+    one, other = simulate([1.0, 2.0], pipeline), simulate([2.0, 1.0], replace(pipeline, exchange=True))
     content = json.loads(json.dumps(trace_events({"naive": one.spans, "optimised": other.spans})))
     assert set(content) == {"traceEvents", "displayTimeUnit"}
     events = content["traceEvents"]
