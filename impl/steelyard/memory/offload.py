@@ -8,6 +8,7 @@ Host copies are pinned where the device is a CUDA device; PyTorch caches pinned 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -71,7 +72,8 @@ class Offloader:
     parameters that the distributed optimizer updates in place leave with the parameters.
 
     A forward pass of a model whose parameters are away is refused, and with gradients enabled also one whose gradients
-    are away. Nothing else is guarded: do not touch tensors that are on the host.
+    are away; so are ``zero_grad_buffer`` and the optimizer's ``step`` without what they write. Nothing else is guarded:
+    do not touch tensors that are on the host.
     """
 
     def __init__(self, models: Sequence[torch.nn.Module], optimizer: Any = None) -> None:
@@ -93,6 +95,8 @@ class Offloader:
         self._pieces = {name: _Piece() for name in PIECES}
         for model in self.models:
             model.register_forward_pre_hook(self._check_forward, prepend=True)
+            self._guard(model, "zero_grad_buffer", GRADS)
+        self._guard(self.optimizer, "step", *PIECES)
 
     @property
     def state(self) -> dict[str, PieceState]:
@@ -177,6 +181,19 @@ class Offloader:
         self.require(PARAMS)
         if torch.is_grad_enabled():
             self.require(GRADS)
+
+    def _guard(self, owner: Any, name: str, *pieces: str) -> None:
+        """Let a method of ``owner``, where it has it, begin with a check that pieces are there."""
+        method = getattr(owner, name, None)
+        if method is None:
+            return
+
+        @functools.wraps(method)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            self.require(*pieces)
+            return method(*args, **kwargs)
+
+        setattr(owner, name, guarded)
 
     def _buffers(self) -> Iterator[Any]:
         """The flat buffers of Megatron's DDP; a bare module's ``buffers`` is a method, and it has none."""

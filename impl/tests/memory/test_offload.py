@@ -105,6 +105,19 @@ def test_a_forward_pass_on_released_memory_is_refused(trained, offloader):
         offloader.require()
 
 
+@pytest.mark.parametrize("piece", ["params", "grads", "optimizer"])
+def test_an_update_on_released_memory_is_refused_before_it_writes(trained, offloader, piece):
+    offloader.offload(piece)
+    with pytest.raises(InputError, match=f"{piece} are on the host"):
+        offloader.optimizer.step()
+    if piece == "grads":
+        with pytest.raises(InputError, match="grads are on the host"):
+            offloader.models[0].zero_grad_buffer()
+    offloader.onload()
+    offloader.models[0].zero_grad_buffer()
+    offloader.optimizer.step()
+
+
 def test_gradients_do_not_leave_while_they_are_reduced(trained, offloader, monkeypatch):
     monkeypatch.setattr(trained[0][0].bucket_groups[0], "grad_reduce_handle", object())
     with pytest.raises(InputError, match="still being reduced: offload them after the step"):
