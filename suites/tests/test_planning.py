@@ -135,6 +135,15 @@ def test_the_overhead_is_far_below_the_best_other_planners_on_every_draw(name, r
         assert np.mean(found) <= 0.85
 
 
+def test_many_micro_batches_which_leave_little_to_gain_are_not_above_the_best_other_planner():
+    for seed in range(3):
+        lengths, cap = draw("rl-code-16k-cap", 512, seed)
+        task = planning.Task(lengths, cap, 4, Pipeline(4), 24576.0 * 256)
+        other = PLANNERS["FFD+KK"](lengths.tolist(), cap, 4, Pipeline(4), Clock())
+        ours = planning._score(planning._ask_ours(task)[0], 0.0, task)
+        assert ours.time_over_ideal <= planning._score(other, 0.0, task).time_over_ideal * (1 + planning.ROUNDING)
+
+
 def test_the_fixed_cost_is_calibrated_on_real_steps_and_named_in_the_notes():
     cell = make_cell(layout=Layout(dp=4, pp=4), pairs=1, warmup=0, planners=["next-fit"], fixed_cost="calibrated")
     found = {(one.metric, one.variant): one for one in planning.measure(cell)}

@@ -65,6 +65,19 @@ def best_fit_decreasing(tokens: Ints, cap: int) -> Bins:
     return bins
 
 
+def first_fit_decreasing(tokens: Ints, cap: int) -> Bins:
+    """Each item, longest first, goes to the first bin with room: the last bins are often small."""
+    rooms = np.full(len(tokens), cap)
+    bins: Bins = []
+    for item in np.argsort(-tokens, kind="stable").tolist():
+        chosen = int(np.argmax(rooms[: len(bins) + 1] >= tokens[item]))
+        if chosen == len(bins):
+            bins.append([])
+        bins[chosen].append(item)
+        rooms[chosen] -= tokens[item]
+    return bins
+
+
 def _repack(bins: Bins, tokens: Ints, cap: int, target: int, budget: int) -> Bins:
     """Take a few bins apart and fill them anew, each as full as it gets, until one of all bins is saved, and so on.
 

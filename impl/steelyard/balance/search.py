@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard.balance import partition
-from steelyard.balance.bins import Bins
+from steelyard.balance.bins import Bins, first_fit_decreasing
 from steelyard.balance.improve import Items, Step, improve
 from steelyard.balance.request import Batch, Settings
 from steelyard.pipeline.order import best_order, both_ends
@@ -85,8 +85,20 @@ def _starts(
     return [
         *(_flat(batch, settings, pipeline, ranks, count, packed) for count in flat),
         *(_shaped(batch, settings, sizes, packed) for sizes in promising),
-        _as_packed(batch, settings, ranks, counts[0], packed),
+        *(
+            _as_packed(batch, settings, pipeline, ranks, counts[0], one)
+            for one in _packings(batch, settings, packed, ranks * counts[0])
+        ),
     ]
+
+
+def _packings(batch: Batch, settings: Settings, packed: Bins, most: int) -> list[Bins]:
+    """The packing of few bins; and where items are few, one whose last bins are often small, which suits the ends."""
+    fits = batch.tokens <= settings.cap
+    if len(fits) > ROWS:
+        return [packed]
+    plain = first_fit_decreasing(batch.tokens[fits], settings.cap)
+    return [packed, plain] if len(plain) + int((~fits).sum()) <= most and plain != packed else [packed]
 
 
 @dataclass(frozen=True)
@@ -202,16 +214,20 @@ def _flat(batch: Batch, settings: Settings, pipeline: Pipeline, ranks: int, coun
     return [[bins[at] for at in hand[orders[int(np.argmin(time))]]] for hand, time in zip(hands, times, strict=True)]
 
 
-def _as_packed(batch: Batch, settings: Settings, ranks: int, count: int, packed: Bins) -> list[Bins]:
-    """What packing made, the heaviest split, small at both ends. Where some items are far heavier than the mean
-    micro-batch, work cannot be level; full micro-batches of light items between them are better than level ones.
+def _as_packed(
+    batch: Batch, settings: Settings, pipeline: Pipeline, ranks: int, count: int, packed: Bins
+) -> list[Bins]:
+    """What packing made, the heaviest split, each rank's in its best order. Where some items are far heavier than the
+    mean micro-batch, work cannot be level; full micro-batches of light items between them are better than level ones.
     """
     alone = np.flatnonzero(batch.tokens > settings.cap).tolist()
     rest = np.flatnonzero(batch.tokens <= settings.cap).tolist()
     whole = [[item] for item in alone] + [[rest[item] for item in one] for one in packed]
     bins = partition.spread(whole, batch.work, np.zeros(count * ranks, np.int64))
     work = partition.bin_sums(bins, batch.work)
-    return [[bins[hand[at]] for at in both_ends(work[hand])] for hand in partition.deal(work, ranks)]
+    loads = (work + batch.fixed).astype(np.float64)
+    hands = partition.deal(work, ranks)
+    return [[bins[hand[at]] for at in best_order(loads[hand], pipeline, budget=0)] for hand in hands]
 
 
 def _shaped(batch: Batch, settings: Settings, sizes: Floats, packed: Bins) -> list[Bins]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from steelyard.balance.bins import best_fit_decreasing, pack
+from steelyard.balance.bins import best_fit_decreasing, first_fit_decreasing, pack
 from steelyard.balance.bounds import count_lower_bound
 from steelyard.balance.reduction import forced_bins
 
@@ -46,7 +46,7 @@ def fewest(tokens: np.ndarray, cap: int) -> int:
 @given(packings())
 def test_every_item_is_in_one_bin_and_no_bin_above_the_cap(packing: tuple[np.ndarray, int]) -> None:
     tokens, cap = packing
-    for bins in (best_fit_decreasing(tokens, cap), pack(tokens, cap)):
+    for bins in (best_fit_decreasing(tokens, cap), first_fit_decreasing(tokens, cap), pack(tokens, cap)):
         assert sorted(item for one in bins for item in one) == list(range(len(tokens)))
         assert all(one and tokens[one].sum() <= cap for one in bins)
 
