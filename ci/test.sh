@@ -4,4 +4,5 @@
 #   bash ci/test.sh impl/tests -k pack  some tests only (lint and types still run)
 source "$(dirname "$0")/tox.sh"
 
-in_harness bash -c 'ruff check . && ruff format --check . && mypy && pytest "$@"' pytest "$@"
+bash ci/lint.sh
+in_harness pytest "$@"

@@ -1,7 +1,20 @@
-# Sourced by the other scripts: makes a virtual environment with tox in it, once, and runs a command in the harness
-# environment that tox keeps. Nothing is installed into the system's Python.
+# Sourced by the other scripts: defines in_harness, which runs a command in the harness environment. tox makes and keeps
+# that one, and a virtual environment holds tox; nothing is installed into the system's Python. HARNESS_PYTHON=... names
+# an interpreter that has everything already: then nothing is installed at all, and this checkout comes before what is.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+if [ -n "${HARNESS_PYTHON:-}" ]; then
+    harness="$(command -v "$HARNESS_PYTHON")" || {
+        echo "error: HARNESS_PYTHON=$HARNESS_PYTHON is no program: name a Python that has what the harness needs" >&2
+        exit 2
+    }
+    harness="$(cd "$(dirname "$harness")" && pwd)"
+    in_harness() {
+        env PATH="$harness:$PATH" PYTHONPATH="$PWD/impl:$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1 "$@"
+    }
+    return
+fi
 
 python="${PYTHON:-python3}"
 "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || {

@@ -22,7 +22,7 @@ from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[3]
 CATALOGUE = Path(__file__).with_name("catalogue.toml")
-COPIED = ("impl", "suites", "bench", "pyproject.toml")
+COPIED = ("impl", "suites", "bench", "ci", ".github", "README.md", "pyproject.toml")
 TIME_LIMIT_S = 300
 # pytest's exit code for "tests ran and some failed"; others mean that the test did not run at all.
 TESTS_FAILED = 1
