@@ -77,10 +77,14 @@ class Task:
         suite, where = self.cell.suite, "CUDA" if self.device == "cuda" else "the CPU"
         ranks = f", {self.ranks} rank{'s' * (self.ranks > 1)}" if self.ranks else ""
         if suite in PREDICTING:
-            return f"predicted{f', measured on {where}' if self.cell.layout.parallel().world == 1 else ''}"
+            return "predicted" if self._only_predicted else f"predicted, measured on {where}"
         return (
             f"{'paced' if suite in PACED else 'computed' if suite in WITHOUT_RANKS else 'measured'} on {where}{ranks}"
         )
+
+    @property
+    def _only_predicted(self) -> bool:
+        return self.cell.suite in PREDICTING and self.cell.layout.parallel().world > 1
 
     def job(self) -> Job:
         payload = {
@@ -89,7 +93,7 @@ class Task:
             "device": self.asked,
             "runs_on": self.device,
         }
-        timed = self.cell.suite not in MAY_SHARE
+        timed = self.cell.suite not in MAY_SHARE and not self._only_predicted
         return Job(self.cell.id, "bench.weigh:weigh", payload, self.ranks, self.device, timed, self.cell.time_limit)
 
 

@@ -1,9 +1,9 @@
 """The command line of the harness.
 
-``python -m bench run --matrix smoke`` weighs the optimised step against the naive one; ``list`` shows what can be run
-and ``report`` writes the page of an earlier run again; ``cli_verdicts.py`` holds the commands that judge. Exit codes: 0
-fine, 1 a cell failed or broke its limit, 2 bad input, 3 no cell failed but some did not run or were lost, 130
-interrupted. Modules that need torch or matplotlib are imported in the commands, so that ``--help`` is quick.
+``python -m bench run --matrix smoke`` weighs the optimised step against the naive one, ``list`` shows what can be run;
+``cli_report.py`` holds the report, ``cli_verdicts.py`` the commands that judge. Exit codes of ``run``: 0 fine, 1 a cell
+failed or broke its limit, 2 bad input, 3 no cell failed but some did not run or were lost, 130 interrupted. Modules
+that need torch or matplotlib are imported in the commands, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bench import cli_verdicts
+from bench import cli_report, cli_verdicts
 from bench.cli_parts import AsJson, DeviceName, print_json
 from steelyard.cli import bad_input_in_one_line
 from steelyard.errors import InputError
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from bench.summary import Summary
 
 RESPONSE_COLUMN = "response_tokens"
-# Columns that fit the widest table. A narrower terminal wraps its lines, which cuts no figure off.
-LEAST_WIDTH = 132
 
 app = typer.Typer(
     help="Weigh the optimised training step against the naive one.",
@@ -92,6 +90,7 @@ def run(
     """Run a matrix and leave records, a report and pictures."""
     with bad_input_in_one_line():
         from bench import session
+        from bench.report.runs import Runs
         from suites.matrix import LengthsFile
 
         budget = None if time_budget is None else session.seconds(time_budget)
@@ -114,7 +113,7 @@ def run(
             folder, stop = one.run(out, budget)
         if stop is not None:
             typer.echo(f"the run is not complete: {stop.value}: go on with --resume {folder}", err=True)
-        summary = _conclude(folder, as_json)
+        summary = cli_report.conclude(folder, Runs.read([folder]), as_json=as_json)
     raise typer.Exit(_exit_code(summary, stop))
 
 
@@ -152,18 +151,6 @@ def _exit_code(summary: Summary, stop: StrEnum | None) -> int:
     if summary.counts["failed"]:
         return 1
     return 0 if summary.verdict == "passed" else 3
-
-
-@app.command()
-def report(
-    run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="A folder under results/runs.")],
-    as_json: AsJson = False,
-) -> None:
-    """Write the report of an earlier run again."""
-    with bad_input_in_one_line():
-        if not run_folder.is_dir():
-            raise InputError(f"run folder {run_folder}: is not a folder: name one that 'python -m bench run' made")
-        _conclude(run_folder, as_json)
 
 
 @app.command("list")
@@ -204,53 +191,5 @@ def list_(as_json: AsJson = False) -> None:
         )
 
 
-def _conclude(folder: Path, as_json: bool) -> Summary:
-    """Write the report of a run folder and print what it found."""
-    from rich.console import Console
-
-    from bench.record import read_records
-    from bench.report.markdown import write_report
-    from bench.summary import Summary
-    from bench.tables import main_tables
-
-    records = read_records(folder)
-    if records.dropped:
-        typer.echo(f"warning: {records.dropped}", err=True)
-    summary = Summary.of(records.lines)
-    try:
-        page: Path | None = write_report(folder, records)
-    except OSError as error:
-        # The records are what counts; a full disk may have no room for pages.
-        page = None
-        typer.echo(
-            f"warning: no report was written ({error.strerror}): try 'python -m bench report {folder}'", err=True
-        )
-    console = Console()
-    console.width = max(console.width, LEAST_WIDTH)
-    for table in main_tables(summary):
-        console.print(table.rich())
-        console.print()
-    typer.echo(summary.sentence)
-    typer.echo(f"report: {page or 'none'}")
-    if as_json:
-        print_json(
-            {
-                "run": str(folder),
-                "report": page and str(page),
-                "verdict": summary.verdict,
-                "sentence": summary.sentence,
-                "cells": summary.counts,
-                "busy": summary.busy,
-                "throughput": [row for _, row in summary.throughput],
-                "parity": [row for _, row in summary.parity],
-                "planning": [row for _, row in summary.planning],
-                "packing": [row for _, row in summary.packing],
-                "bubbles": [row for _, row in summary.bubbles],
-                "overrides": summary.overrides,
-                "problems": {cell.id: cell.reason for cell in summary.cells if cell.status != "passed"},
-            }
-        )
-    return summary
-
-
+app.command()(cli_report.report)
 cli_verdicts.register(app)

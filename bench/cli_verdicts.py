@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bench.record import Records
 
 # A verdict and its reason are the widest column there is.
-WIDTH = 160
+WIDTH = 180
 NO_REFERENCE = 3
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its records.jsonl.")]
@@ -164,7 +164,7 @@ def _note(text: str) -> None:
 def _show(report: Report, as_json: bool, facts: dict[str, Any], exit_code: int | None = None) -> None:
     from rich.console import Console
 
-    from bench.verdict_table import verdict_table
+    from bench.weigh_tables import verdict_table
 
     console = Console()
     console.width = max(console.width, WIDTH)

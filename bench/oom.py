@@ -13,15 +13,18 @@ if TYPE_CHECKING:
     from bench.summary import CellRecords
     from suites.measure import Side
 
-METRICS = ("threshold_tokens", "real_threshold_tokens", "threshold_error", "log_prob_peak_gib")
+METRICS = ("threshold_tokens", "real_threshold_tokens", "threshold_error", "peak_growth")
 # As in ``suites.oom``; and what tables and pictures call them.
 WAYS: tuple[tuple[Side, str], ...] = (
     ("naive", ""),
+    ("naive", "whole logits"),
     ("naive", "outputs with graph"),
     ("optimised", "fixed micro-batches"),
     ("optimised", ""),
 )
-NAMES = ("N1 + N5", "N14", "optimised, fixed micro-batches", "optimised")
+NAMES = ("N1 + N5", "N7", "N14", "optimised, fixed micro-batches", "optimised")
+PADDED, WHOLE, _, FIXED, OPTIMISED = range(len(WAYS))
+ASKED = 16384
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,26 @@ class Real:
 
 
 @dataclass(frozen=True)
+class Growth:
+    """What more micro-batches cost.
+
+    Attributes:
+        counts: of micro-batches, few and many.
+        peaks: GiB of each.
+        share: by which the peak rises.
+    """
+
+    counts: tuple[int, ...]
+    peaks: tuple[float, ...]
+    share: float
+
+
+@dataclass(frozen=True)
 class Oom:
     """One cell.
 
     Attributes:
+        case: its settings.
         model: layers and width of the model.
         capacity: GiB of a GPU, or of the limit under which the step ran for real.
         reserve: GiB of it that are left free.
@@ -56,12 +75,13 @@ class Oom:
         breaks_first: what no longer fits on the optimised side.
         parts: GiB by what they are held for, optimised, at 16k.
         batch: GiB of the whole padded batch of a rank, at 16k.
-        log_probs: GiB of computing log-probabilities by (side, number of micro-batches in words).
+        growth: with the number of micro-batches, by (side, ``log-probs`` or ``training``).
         real: thresholds found by failing, by side.
     """
 
     cell: str
     status: Status
+    case: Mapping[str, Any]
     model: str
     capacity: float | None
     reserve: float | None
@@ -72,36 +92,39 @@ class Oom:
     breaks_first: str
     parts: Mapping[str, float]
     batch: float | None
-    log_probs: Mapping[tuple[Side, str], float]
+    growth: Mapping[tuple[Side, str], Growth]
     real: Mapping[Side, Real]
 
     @classmethod
     def of(cls, cell: CellRecords) -> Oom:
         found = {(one.side, one.variant): one for one in cell.series if one.metric == "threshold_tokens"}
-        notes: dict[str, Any] = found[WAYS[-1]].notes if WAYS[-1] in found else {}
-        curves = {
-            name: {int(tokens): peak for tokens, peak in found[way].notes["peak_gib"].items()}
-            for way, name in zip(WAYS, NAMES, strict=True)
-            if way in found and "peak_gib" in found[way].notes
-        }
-        shape = cell.first.case["model"]
+        named = [(name, found[way]) for way, name in zip(WAYS, NAMES, strict=True) if way in found]
+        notes: dict[str, Any] = found[WAYS[OPTIMISED]].notes if WAYS[OPTIMISED] in found else {}
+        case = cell.first.case
         return cls(
             cell=cell.id,
             status=cell.status,
-            model=f"{shape['layers']} layers of {shape['hidden']:,}",
+            case=case,
+            model=f"{case['model']['layers']} layers of {case['model']['hidden']:,}",
             capacity=notes.get("capacity_gib"),
             reserve=notes.get("reserve_gib"),
             thresholds=tuple(median(found[way].values) if way in found else None for way in WAYS),
-            curves=curves,
-            ran_at={
-                name: tuple(found[way].notes["ran_at"]) for way, name in zip(WAYS, NAMES, strict=True) if name in curves
+            curves={
+                name: {int(tokens): peak for tokens, peak in one.notes["peak_gib"].items()}
+                for name, one in named
+                if "peak_gib" in one.notes
             },
+            ran_at={name: tuple(one.notes["ran_at"]) for name, one in named if "ran_at" in one.notes},
             extrapolated=notes.get("extrapolated", False),
             breaks_first=notes.get("breaks_first") or notes.get("does_not_fit", ""),
             parts=notes.get("parts_gib", {}),
             batch=notes.get("batch_gib"),
-            log_probs={
-                (one.side, one.variant): median(one.values) for one in cell.series if one.metric == "log_prob_peak_gib"
+            growth={
+                (one.side, one.variant): Growth(
+                    tuple(one.notes["micro_batches"]), tuple(one.notes["peak_gib"]), median(one.values)
+                )
+                for one in cell.series
+                if one.metric == "peak_growth"
             },
             real=_real(cell),
         )
@@ -114,10 +137,14 @@ class Oom:
         passing = ("activations", "temporary", "communication")
         return sum(self.parts.get(part, 0.0) for part in passing), self.parts.get("logits and loss", 0.0)
 
+    def peak(self, way: int, tokens: int = ASKED) -> float | None:
+        """GiB of the way with that number in ``WAYS``."""
+        return self.curves.get(NAMES[way], {}).get(tokens)
+
     @property
     def gain(self) -> float | None:
         """Longest optimised response over the naive one."""
-        naive, optimised = self.thresholds[0], self.thresholds[-1]
+        naive, optimised = self.thresholds[PADDED], self.thresholds[OPTIMISED]
         return optimised / naive if naive and optimised else None
 
 
@@ -142,6 +169,9 @@ def oom_text(rows: list[Oom]) -> str:
     if gains:
         low, high = f"{min(gains):.1f}", f"{max(gains):.1f}"
         text = f"; responses {low if low == high else f'{low} to {high}'} times as long fit (predicted)"
+    grown = [one.share for row in rows for (side, _), one in row.growth.items() if side == "optimised"]
+    if grown:
+        text += f"; more micro-batches raise the optimised peak by at most {max(grown):.1%} (predicted)"
     errors = [real.error for row in rows for real in row.real.values() if real.error is not None]
     if errors:
         text += f"; real failures at worst {max(errors):.1%} from their prediction"

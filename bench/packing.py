@@ -71,3 +71,12 @@ class Packing:
             log_probs=ratio("log_probs_ms"),
             logits=pair("logits_gib"),
         )
+
+
+def packing_text(rows: list[Packing]) -> str:
+    """The part of a run's sentence: empty without ratios."""
+    ratios = [row.ratio.value for row in rows if row.ratio]
+    if not ratios:
+        return ""
+    low, high = f"{min(ratios):.1f}", f"{max(ratios):.1f}"
+    return f"; packing is {low if low == high else f'{low} to {high}'} times as fast as with host reads"

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 METRICS = ("micro_batches", "share_over_cap", "rank_imbalance", "time_over_ideal", "time_over_bound", "planning_ms")
 
+# All that stands in the tables of planners.
+SHOWN = (
+    *METRICS, "micro_batch_bound", "count_above_best_other", "time_over_best_other", "overhead_over_best_other",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class PlannerScore:
@@ -141,3 +146,9 @@ def _mean(values: Sequence[float]) -> float | None:
     """Mean of the finite ones."""
     finite = [one for one in values if math.isfinite(one)]
     return sum(finite) / len(finite) if finite else None
+
+
+def planning_text(rows: Sequence[Scoreboard]) -> str:
+    """The part of a run's sentence: empty without plans on a pipeline."""
+    times = [row.time_ratio for row in rows if row.time_ratio is not None]
+    return f"; predicted time of the plans at worst {max(times):.3f} of the best other planner's" if times else ""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from textwrap import fill
-
 from bench.bubbles import Bubbles
 from bench.handover import Four, Handover
-from bench.oom import Oom
 from bench.overrides import NAIVE, Override
 from bench.packing import Packing
 from bench.summary import CellRecords, Summary
-from bench.table import NONE, Row, Table, figure, number, ratio_text, two
+from bench.table import NONE, Row, Table, figure, ratio_text, two
 
 
 def packing_table(summary: Summary) -> Table:
@@ -134,50 +131,6 @@ def _handover_texts(cell: CellRecords, row: Handover) -> tuple[str, ...]:
 def _four(figures: Four, style: str) -> str:
     texts = [figure(one, style) for one in figures]
     return NONE if all(one is None for one in figures) else f"{' / '.join(texts[:2])}\n{' / '.join(texts[2:])}"
-
-
-def oom_table(summary: Summary) -> Table:
-    return Table(
-        title="Out of memory: the longest response that fits",
-        caption=(
-            "Tokens of the longest row, prompt and response, predicted: the real step on fake tensors. 0: nothing "
-            "fits. ext.: continued from two depths of the model; every threshold was run that way. naive: fixed "
-            "micro-batches, padded (N1, N5) / log-probabilities of all rows with their graphs (N14); - where such "
-            "code did not run. optimised: micro-batches of fixed rows (computed) / dynamic, one "
-            "longest row each. at 16k: batch, if a rank's whole batch were moved before the split / activations and "
-            "temporaries / logits and loss, in the phase of the peak. few -> many: GiB for log-probabilities of so "
-            "many micro-batches of 16k, naive (N14), below it optimised. real: the most tokens that ran under a limit "
-            "on memory, and how far the prediction is from it; naive, below it optimised."
-        ),
-        columns=(
-            "cell", "GiB", "naive\ntokens", "optimised\ntokens", "ratio", "at 16k\nGiB",
-            "few -> many\nmicro-batches", "real", "breaks first",
-        ),
-        left=1,
-        rows=tuple(Row(_oom_texts(cell, row), cell.lines, bad=cell.status != "passed") for cell, row in summary.oom),
-    )  # fmt: skip
-
-
-def _oom_texts(cell: CellRecords, row: Oom) -> tuple[str, ...]:
-    _, layout, what = cell.label
-    parts = None if row.activations is None else (row.batch, *row.activations)
-    return (
-        f"{row.model}\n{layout}, {what}" + (", ext." if row.extrapolated else ""),
-        figure(row.capacity, "g"),
-        " / ".join(map(number, row.thresholds[:2])),
-        " / ".join(map(number, row.thresholds[2:])),
-        figure(row.gain, ".2f"),
-        NONE if parts is None else " / ".join(figure(one, ".2f") for one in parts),
-        "\n".join(
-            " -> ".join(f"{peak:.1f}" for (whose, _), peak in row.log_probs.items() if whose == side)
-            for side in ("naive", "optimised")
-        ).strip() or NONE,
-        "\n".join(
-            f"{number(one.tokens)} ({figure(one.error, '.1%')})\n{one.failure}"
-            for side in ("naive", "optimised") if (one := row.real.get(side))
-        ) or NONE,
-        fill(row.breaks_first, 32) or NONE,
-    )  # fmt: skip
 
 
 def override_table(summary: Summary) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,11 +16,23 @@ NONE = "-"
 
 @dataclass(frozen=True)
 class Row:
-    """Texts by column, and the lines of the records they come from."""
+    """Texts by column, and the numbers of the records they come from.
+
+    Attributes:
+        lines: first and last record of the row; (0, 0) where it has none.
+        bad: whether a reader must look at it.
+        records: by column, where single figures have records of their own; 0 for none, negative for one of the
+            reference results.
+    """
 
     texts: tuple[str, ...]
     lines: tuple[int, int]
     bad: bool = False
+    records: tuple[int, ...] = ()
+
+    def record(self, column: int) -> int:
+        """The record of the figure in a column."""
+        return self.records[column] if self.records else self.lines[0]
 
 
 @dataclass(frozen=True)
@@ -66,10 +79,11 @@ def number(value: float | None) -> str:
     """A count or a rate with thousands separators, at least four digits where it has them."""
     if value is None:
         return NONE
-    return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:.4g}"
+    return f"{value:,.0f}" if math.isfinite(value) and (value >= 1000 or value == int(value)) else f"{value:.4g}"
 
 
-def ratio_text(ratio: Ratio | None) -> str:
+def ratio_text(ratio: Ratio | None, digits: int = 2) -> str:
     if ratio is None:
         return NONE
-    return f"{ratio.value:.2f}" + ("" if ratio.low is None else f" [{ratio.low:.2f}, {ratio.high:.2f}]")
+    value, *ends = (NONE if one is None else f"{one:.{digits}f}" for one in (ratio.value, ratio.low, ratio.high))
+    return value if ratio.low is None else f"{value} [{', '.join(ends)}]"

@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
-from bench.bubbles import METRICS as BUBBLE_METRICS
-from bench.handover import METRICS as HANDOVER_METRICS
-from bench.oom import METRICS as OOM_METRICS
-from bench.overrides import METRICS as OVERRIDE_METRICS
-from bench.packing import METRICS as PACKING_METRICS
+from collections.abc import Callable
+
+from bench import overrides
+from bench.oom_tables import answer_table, oom_table
+from bench.parity import Parity, error_text
 from bench.scoreboard import PlannerScore, Scoreboard
 from bench.stats import median
-from bench.suite_tables import bubble_table, handover_table, oom_table, override_table, packing_table
-from bench.summary import CellRecords, Parity, Summary, Throughput, error_text
+from bench.suite_tables import bubble_table, handover_table, override_table, packing_table
+from bench.summary import KINDS, CellRecords, Summary
 from bench.table import NONE, Row, Table, figure, number, ratio_text
-
-# These metrics stand in tables of their own.
-SHOWN_ELSEWHERE = {
-    "tokens_per_second",
-    "computed_tokens",
-    "micro_batches",
-    "parity_max_error",
-    "micro_batch_bound",
-    "share_over_cap",
-    "rank_imbalance",
-    "time_over_ideal",
-    "planning_ms",
-    "count_above_best_other",
-    "time_over_best_other",
-    "overhead_over_best_other",
-    "time_over_bound",
-    *PACKING_METRICS,
-    *BUBBLE_METRICS,
-    *HANDOVER_METRICS,
-    *OOM_METRICS,
-    *OVERRIDE_METRICS,
-}
+from bench.throughput import Throughput
 
 
 def main_tables(summary: Summary) -> list[Table]:
     """The tables that a person wants to see first, those with rows."""
-    makers = (
-        throughput_table, parity_table, planning_table, packing_table, bubble_table, handover_table,
-        oom_table, override_table, problem_table,
-    )  # fmt: skip
+    makers = (problem_table, *(make for section in SECTIONS.values() for make in section if make is not planner_table))
     return [table for make in makers if (table := make(summary)).rows]
-
-
-def side_tables(summary: Summary) -> list[Table]:
-    """The tables of a report that are too long for a terminal, those with rows."""
-    return [table for make in (planner_table, other_table) if (table := make(summary)).rows]
 
 
 def throughput_table(summary: Summary) -> Table:
@@ -258,6 +229,19 @@ def other_table(summary: Summary) -> Table:
             )
             for cell in summary.cells
             for series in cell.series
-            if series.metric not in SHOWN_ELSEWHERE
+            if series.metric not in (KINDS[cell.kind].metrics if cell.kind else overrides.METRICS)
         ),
     )
+
+
+# By kind of cell; what a page has no table for stands in ``other_table``.
+SECTIONS: dict[str, tuple[Callable[[Summary], Table], ...]] = {
+    "throughput": (throughput_table,),
+    "parity": (parity_table,),
+    "planning": (planning_table, planner_table),
+    "packing": (packing_table,),
+    "bubbles": (bubble_table,),
+    "handover": (handover_table,),
+    "oom": (oom_table, answer_table),
+    "overrides": (override_table,),
+}

@@ -5,6 +5,9 @@ optimizer step. Warm-up steps are not counted, raw times are kept, and the order
 pair. Tokens are counted where they enter the model, so padding that is computed is counted. Throughput is real tokens
 (prompt and response, no padding) over the time of the slowest rank; planning is part of the optimised side's time. On a
 CPU the processor time of all ranks together is kept beside it: other work on the machine disturbs it least.
+
+Where there are pipeline stages, one more step of ours and of the naive side is traced: ``pipeline_overhead`` is that of
+its slowest pipeline. Ranks that share a core wait for it, which counts too.
 """
 
 from __future__ import annotations
@@ -49,21 +52,24 @@ def _series(side: Side, facts: dict[str, Any], real: int) -> list[Series]:
         Series("step_seconds", side, "s", "lower", seconds),
         *_processor(side, facts["processor_seconds"]),
         Series("computed_tokens", side, "tokens", "lower", [facts["computed_tokens"]]),
-        Series("micro_batches", side, "micro-batches", "none", [facts["micro_batches"]]),
+        Series("micro_batches", side, "micro-batches", "none", [facts["micro_batches"]], notes=facts["load"]),
         Series("loss", side, "1", "none", facts["losses"]),
+        *(Series("pipeline_overhead", side, "1", "lower", [one]) for one in facts["overheads"]),
     ]
 
 
-def _processor(side: Side, seconds: list[float]) -> list[Series]:
-    return [Series("step_processor_seconds", side, "s", "lower", seconds)] if seconds else []
+def _processor(side: Side, of_ranks: list[list[float]]) -> list[Series]:
+    if not of_ranks:
+        return []
+    seconds = [sum(ranks) for ranks in zip(*of_ranks, strict=True)]
+    return [Series("step_processor_seconds", side, "s", "lower", seconds, notes={"of_ranks": of_ranks})]
 
 
 @dataclass
 class _Counter:
-    """Counts what enters the first pipeline stage of one side."""
+    """The tokens of every micro-batch that entered the first pipeline stage of one side."""
 
-    tokens: int = 0
-    calls: int = 0
+    tokens: list[int] = field(default_factory=list)
 
     def attach(self, models: list[Any]) -> None:
         from megatron.core.utils import unwrap_model
@@ -74,8 +80,7 @@ class _Counter:
                 bare.register_forward_pre_hook(self._count)
 
     def _count(self, module: Any, args: tuple) -> None:
-        self.tokens += args[0].numel()
-        self.calls += 1
+        self.tokens.append(args[0].numel())
 
 
 @dataclass
@@ -103,21 +108,26 @@ def _weigh(cell: Cell) -> dict[str, Any]:
 
     sample = cell.draw()
     batch = make_batch(sample, cell.model.vocab, cell.seed)
-    sides = {"naive": _naive(cell, batch), "optimised": _optimised(cell, sample, batch)}
+    # The naive code had no context parallelism; on such layouts ours is weighed alone, or against a side of the user's.
+    sides = {"naive": _naive(cell, batch)} if cell.layout.cp == 1 else {}
+    sides["optimised"] = _optimised(cell, sample, batch)
     for name, make in sides_of(cell).items():
-        if name in sides:
+        if name in ("naive", "optimised"):
             raise InputError(f"side {name}: a side has that name already: give it another")
         sides[name] = _own(make, cell, sample, batch)
     for _ in range(cell.warmup):
         for side in sides.values():
             side.step()
     gc.collect()
-    counted = {name: (side.counter.tokens, side.counter.calls) for name, side in sides.items()}
+    warmed_up = {name: len(side.counter.tokens) for name, side in sides.items()}
     for pair in range(cell.pairs):
         order = list(sides.values())
         for side in order if pair % 2 == 0 else reversed(order):
             _take(side)
-    facts = {name: _facts(side, counted[name], cell) for name, side in sides.items()}
+    facts = {name: _facts(side, warmed_up[name], cell) for name, side in sides.items()}
+    for name, fact in facts.items():
+        fact["load"]["cap"] = _budget(cell, sample)
+        fact["overheads"] = [_pipeline_overhead(sides[name])] if cell.layout.pp > 1 and name not in cell.sides else []
     return {"real_tokens": int(sample.totals.sum()), "sides": facts}
 
 
@@ -138,26 +148,42 @@ def _take(side: _Side) -> None:
     side.losses.append(loss)
 
 
-def _facts(side: _Side, before: tuple[int, int], cell: Cell) -> dict[str, Any]:
-    """Counts of one step over all ranks; times as rank 0 saw them, between two barriers."""
+def _pipeline_overhead(side: _Side) -> float:
+    """Of the slowest pipeline in one more step."""
+    from steelyard.pipeline.trace import gather_timeline, trace_passes
+    from suites.ranks import gather_to_all
+
+    with trace_passes() as trace:
+        side.step()
+    timeline = gather_timeline(trace)
+    return max(gather_to_all((timeline.makespan, timeline.overhead)))[1]
+
+
+def _facts(side: _Side, warmed_up: int, cell: Cell) -> dict[str, Any]:
+    """Counts of one step over all ranks; times as rank 0 saw them, between two barriers.
+
+    Args:
+        warmed_up: how many micro-batches came before the first counted step.
+    """
     import torch
     from megatron.core import parallel_state
 
     from suites.ranks import gather_to_all
 
     first = parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.is_pipeline_first_stage()
-    tokens = (side.counter.tokens - before[0]) // cell.pairs
-    calls = (side.counter.calls - before[1]) // cell.pairs
-    everywhere = gather_to_all((tokens if first else 0, calls if first else 0))
+    tokens = side.counter.tokens[warmed_up:]
+    everywhere = [one for one in gather_to_all(tokens if first else []) if one]
     losses = gather_to_all(side.losses)
     # On CUDA the host mostly waits: its processor time says nothing about the step.
     on_cpu = torch.cuda.current_device() == torch.device("cpu")
     processor = gather_to_all(side.processor_seconds)
     return {
         "seconds": side.seconds,
-        "processor_seconds": [sum(ranks) for ranks in zip(*processor, strict=True)] if on_cpu else [],
-        "computed_tokens": sum(tokens for tokens, _ in everywhere),
-        "micro_batches": max(calls for _, calls in everywhere),
+        "processor_seconds": processor if on_cpu else [],
+        "computed_tokens": sum(map(sum, everywhere)) // cell.pairs,
+        "micro_batches": max(map(len, everywhere)) // cell.pairs,
+        # Of the first counted step, by rank: every step plans the same rows.
+        "load": {"tokens": [one[: len(one) // cell.pairs] for one in everywhere]},
         # Stages that do not know the loss report 0.
         "losses": [max(at_step, key=abs) for at_step in zip(*losses, strict=True)],
     }
@@ -166,13 +192,18 @@ def _facts(side: _Side, before: tuple[int, int], cell: Cell) -> dict[str, Any]:
 def _build(cell: Cell) -> tuple[list[Any], Any]:
     from megatron.core import tensor_parallel
 
+    from steelyard.memory.predict import RECOMPUTE
     from steelyard.model.build import build_model, build_optimizer
     from suites.ranks import DTYPES
 
     # Every side starts from the same weights.
     tensor_parallel.model_parallel_cuda_manual_seed(cell.seed)
     models = build_model(
-        cell.model.shape(), cell.layout.parallel(), dtype=DTYPES[cell.dtype], value_head=cell.role == "critic"
+        cell.model.shape(),
+        cell.layout.parallel(),
+        dtype=DTYPES[cell.dtype],
+        value_head=cell.role == "critic",
+        override_transformer_config=RECOMPUTE[cell.recompute],
     )
     return models, build_optimizer(models, lr=1e-5)
 
@@ -205,6 +236,11 @@ def _naive(cell: Cell, batch: dict[str, Any]) -> _Side:
     return _Side(step, counter)
 
 
+def _budget(cell: Cell, sample: Any) -> int:
+    """By default as many tokens as the naive side's largest micro-batch may hold: both need about the same memory."""
+    return cell.max_tokens or cell.micro_batch_size * int(sample.totals.max())
+
+
 def _own(make: Callable[[StepSetup], Callable[[], float]], cell: Cell, sample: Any, batch: dict[str, Any]) -> _Side:
     """A user's own step, on a model of its own."""
     models, optimizer = _build(cell)
@@ -226,9 +262,7 @@ def _optimised(cell: Cell, sample: Any, batch: dict[str, Any]) -> _Side:
     counter = _Counter()
     counter.attach(models)
     cost = SequenceCost(cell.model.shape(), value_head=cell.role == "critic")
-    # By default as many tokens as the naive side's largest micro-batch may hold: both need about the same memory.
-    budget = cell.max_tokens or cell.micro_batch_size * int(sample.totals.max())
-    settings = StepSettings(max_tokens=budget, layout=layout, cost=cost)
+    settings = StepSettings(max_tokens=_budget(cell, sample), layout=layout, cost=cost)
     worker = (Critic if cell.role == "critic" else Actor)(models, settings, optimizer)
     rank = parallel_state.get_data_parallel_rank()
     loss_name = "critic/vf_loss" if cell.role == "critic" else "actor/pg_loss"

@@ -10,13 +10,24 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from bench.handover import NAMES, WAYS, Handover
-from bench.report.frame import DPI, NAIVE, NAIVE_HATCH, NEUTRAL, OPTIMISED, WIDTH_INCHES, Plot, legend
+from bench.report.frame import (
+    GRID,
+    NEUTRAL,
+    PLATE,
+    SIDE_COLOURS,
+    WIDTH_INCHES,
+    Plot,
+    bar,
+    keep,
+    legend,
+    pale,
+    source_handles,
+)
 from bench.summary import CellRecords, Summary
 
 HEIGHT = 0.19  # of a bar; four stand in a row of one cell
-COLOURS = {"naive": NAIVE, "optimised": OPTIMISED}
 # The lesser way of each side is paler.
-STRENGTH = (0.45, 1.0, 0.45, 1.0)
+STRENGTH = (0.6, 1.0, 0.6, 1.0)
 
 
 def handover_plot(summary: Summary, folder: Path) -> Plot | None:
@@ -37,27 +48,24 @@ def handover_plot(summary: Summary, folder: Path) -> Plot | None:
     for axes in (left, right):
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.grid(axis="x", color="#DDDDDD", linewidth=0.8)
+        axes.grid(axis="x", color=GRID, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.margins(x=0.16)
         axes.set_xlim(left=0)
     title = "What a rollout engine can get after a training step, and what it costs"
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     handles: list[Line2D | Patch] = [
-        Patch(facecolor=COLOURS[side], alpha=strength, edgecolor="white", label=name,
-              hatch=NAIVE_HATCH if side == "naive" else "")
+        Patch(**{**bar(side), "facecolor": pale(SIDE_COLOURS[side], strength)}, label=name)
         for (side, _), name, strength in zip(WAYS, NAMES, STRENGTH, strict=True)
-    ]  # fmt: skip
-    handles.append(Patch(facecolor="white", edgecolor=NEUTRAL, label="hollow: predicted"))
+    ]
+    handles += source_handles(["predicted"], bars=True)
     handles.append(Line2D([], [], color=NEUTRAL, linewidth=1, linestyle="--", label="capacity of the GPU"))
     legend(left, handles, columns=3)
-    figure.savefig(folder / "handover.png", dpi=DPI)
-    plt.close(figure)
     alt = "; ".join(
         f"{' '.join(cell.label)}: " + ", ".join(f"{n} {v:.1f} GiB" for n, v in zip(NAMES, row.predicted, strict=True))
         for cell, row in rows
     )
-    return Plot("handover.png", title, alt)
+    return keep(figure, folder, "handover.png", title, alt)
 
 
 def _name(cell: CellRecords) -> str:
@@ -67,11 +75,10 @@ def _name(cell: CellRecords) -> str:
 
 def _bytes(axes: Axes, y: int, row: Handover) -> None:
     for at, ((side, _), value) in enumerate(zip(WAYS, row.predicted, strict=True)):
-        place, colour = _place(y, at), COLOURS[side]
-        axes.barh(place, value, 0.8 * HEIGHT, facecolor="white", edgecolor=colour, linewidth=1.5,
-                  alpha=0.4 + 0.6 * STRENGTH[at], hatch=NAIVE_HATCH if side == "naive" else "")  # fmt: skip
+        place, colour = _place(y, at), pale(SIDE_COLOURS[side], STRENGTH[at])
+        axes.barh(place, value, 0.8 * HEIGHT, **{**bar(side, "predicted"), "edgecolor": colour})
         axes.annotate(f"{value:.1f}", (value, place), xytext=(-4, 0), textcoords="offset points", va="center",
-                      ha="right", fontsize=7, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
+                      ha="right", fontsize=7, bbox={"facecolor": PLATE, "edgecolor": "none", "pad": 0.5})  # fmt: skip
     if row.capacity is not None:
         axes.plot([row.capacity] * 2, [y - 0.45, y + 0.45], color=NEUTRAL, linewidth=1, linestyle="--")
 
@@ -82,8 +89,8 @@ def _times(axes: Axes, y: int, row: Handover) -> None:
         return
     for at, ((side, _), out, back) in enumerate(zip(WAYS, row.out, row.back, strict=True)):
         place, value = _place(y, at), out + back
-        axes.barh(place, value, 0.8 * HEIGHT, facecolor=COLOURS[side], alpha=STRENGTH[at], edgecolor="white",
-                  linewidth=0, hatch=NAIVE_HATCH if side == "naive" else "")  # fmt: skip
+        colour = pale(SIDE_COLOURS[side], STRENGTH[at])
+        axes.barh(place, value, 0.8 * HEIGHT, **{**bar(side), "facecolor": colour})
         word = f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
         if at == 3 and not row.on_cuda:
             word += " (host copies)"

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from bench.packing import Packing
-from bench.report.frame import NEUTRAL, OPTIMISED, Plot, legend, save
+from bench.report.frame import NEUTRAL, OPTIMISED, Plot, legend, plain, save
 from bench.summary import CellRecords, Summary
 
 LINES = ("-", "--", ":", "-.")
@@ -48,9 +48,7 @@ def packing_plot(summary: Summary, folder: Path) -> Plot | None:
         axes.set_yticks([], minor=True)
         axes.set_xlabel("rows of the micro-batch")
         axes.set_ylabel("time of N6 over time of Steelyard")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#DDDDDD", linewidth=0.8)
-        axes.set_axisbelow(True)
+        plain(axes)
         handles = [
             Line2D([], [], markersize=7, linewidth=1.5, label=f"{group[0]}, cp {group[1]}", **_style(groups, group))
             for group in groups

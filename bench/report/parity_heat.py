@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
-from bench.report.frame import Plot, label_rows, save
+from bench.report.frame import NEUTRAL, ON_DARK, ON_PALE, Plot, label_rows, most, save
 from bench.summary import Summary
 
 KINDS = ("loss_error", "gradient_error", "metrics_error", "output_error")
@@ -18,7 +18,9 @@ LOWEST, HIGHEST = -4.0, 1.0
 
 def parity_heat(summary: Summary, folder: Path) -> Plot | None:
     """One row per cell, one column per kind of error; the number is the error, the colour its share of the limit."""
-    cells = [cell for cell, row in summary.parity if row.error is not None]
+    rows = [(cell, row) for cell, row in summary.parity if row.error is not None]
+    rows, title = most(rows, "Parity by kind of error", lambda one: one[1].share)
+    cells = [cell for cell, _ in rows]
     found = [[cell.find(kind) for kind in KINDS] for cell in cells]
     errors = [[max(series.values) if series else None for series in row] for row in found]
 
@@ -39,9 +41,15 @@ def parity_heat(summary: Summary, folder: Path) -> Plot | None:
             error = errors[row][column]
             text = "-" if error is None else f"{error:.1e}"
             axes.text(column, row, text, ha="center", va="center", fontsize=9,
-                      color="black" if shares[row][column] > -1.5 else "white")  # fmt: skip
+                      color=_ink(shares[row][column]))  # fmt: skip
         bar = axes.figure.colorbar(image, ax=axes, ticks=range(int(LOWEST), int(HIGHEST) + 1))
         bar.set_label("error over its limit (powers of ten; above 0 it breaks)")
 
     alt = f"{len(cells)} cells by kinds of error, each number in the table of all metrics"
-    return save(folder, "parity_heat.png", "Parity by kind of error", alt, len(cells), draw)
+    return save(folder, "parity_heat.png", title, alt, len(cells), draw)
+
+
+def _ink(share: float) -> str:
+    if math.isnan(share):  # no fill at all
+        return NEUTRAL
+    return ON_PALE if share > -1.5 else ON_DARK

@@ -12,7 +12,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from bench.report.frame import NAIVE, NEUTRAL, OPTIMISED, Plot, label_rows, legend, save
+from bench.report.frame import NAIVE, NEUTRAL, OPTIMISED, Plot, label_rows, legend, most, plain, save
 from bench.scoreboard import PlannerScore, Scoreboard
 from bench.summary import CellRecords, Summary
 
@@ -27,6 +27,7 @@ Figure = Callable[[PlannerScore], float | None]
 def count_plot(summary: Summary, folder: Path) -> Plot | None:
     """Micro-batches over the proven bound, per cell without a pipeline: with one, more of them can be faster."""
     rows = [(cell, board) for cell, board in summary.planning if board.stages == 1 and board.ours and board.ours.bound]
+    rows, title = most(rows, "Micro-batches against the proven bound, without a pipeline")
 
     def draw(axes: Axes) -> None:
         axes.axvline(1.0, color=NEUTRAL, linewidth=1)
@@ -34,7 +35,6 @@ def count_plot(summary: Summary, folder: Path) -> Plot | None:
         axes.set_xlabel("micro-batches over the bound; below 1 only by breaking the cap")
         legend(axes, _handles(rows), columns=4)
 
-    title = "Micro-batches against the proven bound, without a pipeline"
     return save(folder, "planning_count.png", title, _alt(rows, _count_over_bound), len(rows), draw)
 
 
@@ -45,6 +45,7 @@ def _count_over_bound(one: PlannerScore) -> float | None:
 def time_plot(summary: Summary, folder: Path) -> Plot | None:
     """Predicted time over ideal, per cell with a pipeline."""
     rows = [(cell, board) for cell, board in summary.planning if board.stages > 1 and board.ours]
+    rows, title = most(rows, "Predicted time of the step on the pipeline", lambda one: one[1].time_ratio or 0.0)
 
     def draw(axes: Axes) -> None:
         _dots(axes, rows, _time, predicted=True)
@@ -54,7 +55,6 @@ def time_plot(summary: Summary, folder: Path) -> Plot | None:
         axes.set_xlabel("predicted time of the slowest rank over ideal, logarithmic (left is better)")
         legend(axes, _handles(rows, predicted=True), columns=4)
 
-    title = "Predicted time of the step on the pipeline"
     return save(folder, "planning_time.png", title, _alt(rows, _time), len(rows), draw)
 
 
@@ -80,9 +80,7 @@ def milliseconds_plot(summary: Summary, folder: Path) -> Plot | None:
         axes.set_ylabel("planning time on one core in ms")
         sizes = sorted({board.rows for _, board in rows})
         axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#DDDDDD", linewidth=0.8)
-        axes.set_axisbelow(True)
+        plain(axes)
         legend(axes, _handles(rows), columns=4)
 
     return save(folder, "planning_ms.png", "Planning time", _alt(rows, _ms), 9 if rows else 0, draw)

@@ -14,7 +14,10 @@ import pytest
 from bench import environment
 from bench.cells import Machine, Task
 from bench.record import FILE_NAME, RecordWriter
+from bench.report.runs import Runs
+from bench.report.write import Written, write_report
 from bench.run import run_cells
+from bench.tests.pages import every_kind, write_run
 from suites import SUITES
 from suites.launch import alone
 from suites.launch.alone import run_here
@@ -54,3 +57,10 @@ def weigh(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return run
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """The report of a run with cells of most kinds."""
+    folder = write_run(tmp_path_factory.mktemp("runs"), every_kind())
+    return write_report(folder, Runs.read([folder]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from suites.bubbles import Costs, Task, _by_count, _series, _Step
 from suites.matrix import Cell, Sizes
 from suites.measure import Series
 
@@ -17,6 +18,7 @@ def throughput_series(ratio: float = 2.0, *, naive_computed: float = 4000, sourc
     naive, optimised = [100.0, 103.0, 98.0, 101.0, 100.5], [100.0, 104.0, 97.0, 102.0, 101.0]
     tokens = {"unit": "tokens", "direction": "none", "source": source}
     lower = {**tokens, "direction": "lower"}
+    loads = [{"tokens": [one], "cap": 1000} for one in ([1000] * 4, [600, 600, 416])]
     return [
         Series("tokens_per_second", "naive", "tokens/s", "higher", naive, source),
         Series("tokens_per_second", "optimised", "tokens/s", "higher", [ratio * x for x in optimised], source),
@@ -25,8 +27,8 @@ def throughput_series(ratio: float = 2.0, *, naive_computed: float = 4000, sourc
         Series("computed_tokens", "naive", values=[naive_computed], **lower),
         Series("computed_tokens", "optimised", values=[1616], **lower),
         Series("real_tokens", "both", values=[1600], **tokens),
-        Series("micro_batches", "naive", "1", "none", [4], source),
-        Series("micro_batches", "optimised", "1", "none", [3], source),
+        Series("micro_batches", "naive", "1", "none", [4], source, notes=loads[0]),
+        Series("micro_batches", "optimised", "1", "none", [3], source, notes=loads[1]),
         Series("loss", "naive", "1", "none", [0.5, 0.4], source),
         Series("loss", "optimised", "1", "none", [0.5, 0.400001], source),
     ]
@@ -61,3 +63,17 @@ def planning_series(ratio: float = 0.95) -> list[Series]:
         Series("time_over_best_other", "both", "1", "lower", [ratio - 0.1, ratio], "predicted", 1.0),
         Series("overhead_over_best_other", "both", "1", "lower", [0.5, 0.7], "predicted", 1.0, notes=notes),
     ]
+
+
+def bubble_series(cell: Cell, slower: float = 1.02) -> list[Series]:
+    """What the bubbles suite returns for steps of ``slower`` times the predicted time, the middle one the fastest."""
+    task, costs = Task.of(cell), Costs(call=0.001, fixed=0.001)
+    series = [_by_count(task, costs, 8)]
+    for side, indices in (("naive", task.naive), ("optimised", task.plan(costs))):
+        loads = task.loads(indices)
+        steps = [
+            _Step(Costs(0.001 * factor, 0.001 * factor).predict(loads * factor, task.pipeline), late)
+            for factor, late in ((slower + 0.02, 1.0), (slower, 1e-3), (slower + 0.04, 1.0))
+        ]
+        series += _series(side, loads, task.pipeline, costs, steps, {"pass_ms": cell.pass_ms})
+    return series

@@ -6,25 +6,10 @@ import json
 
 from bench.bubbles import timelines
 from bench.record import read_records
-from bench.report.markdown import write_report
 from bench.summary import Summary
-from bench.tests.made_up import SIZES
-from suites.bubbles import Costs, Task, _by_count, _series, _Step
+from bench.tests.made_up import SIZES, bubble_series
+from bench.tests.pages import markdown
 from suites.matrix import Cell, Layout
-
-
-def bubble_series(cell, slower=1.02):
-    """What the suite returns for steps that take ``slower`` times what is predicted, the middle one the fastest."""
-    task, costs = Task.of(cell), Costs(call=0.001, fixed=0.001)
-    series = [_by_count(task, costs, 8)]
-    for side, indices in (("naive", task.naive), ("optimised", task.plan(costs))):
-        loads = task.loads(indices)
-        steps = [
-            _Step(Costs(0.001 * factor, 0.001 * factor).predict(loads * factor, task.pipeline), late)
-            for factor, late in ((slower + 0.02, 1.0), (slower, 1e-3), (slower + 0.04, 1.0))
-        ]
-        series += _series(side, loads, task.pipeline, costs, steps, {"pass_ms": cell.pass_ms})
-    return series
 
 
 def cells():
@@ -35,8 +20,7 @@ def cells():
 def test_bubbles_have_a_table_pictures_trace_files_and_a_sentence(add_suite, weigh) -> None:
     add_suite("bubbles", lambda cell, device: bubble_series(cell))
     folder = weigh(*cells())
-    records = read_records(folder)
-    page = write_report(folder, records).read_text()
+    page = markdown(folder)
     rows = [line for line in page.splitlines() if line.startswith("| rl-code-16k-cap<br>pp2")]
     assert len(rows) == 2
     texts = [text.strip() for text in rows[0].strip("| ").split("|")]
@@ -81,7 +65,7 @@ def test_a_prediction_that_is_far_off_fails_its_cell(add_suite, weigh) -> None:
 def test_a_bubbles_cell_without_samples_is_shown(add_suite, weigh) -> None:
     add_suite("bubbles", lambda cell, device: [])
     folder = weigh(cells()[0])
-    page = write_report(folder, read_records(folder)).read_text()
+    page = markdown(folder)
     assert "| rl-code-16k-cap<br>pp2, 24 rows, paced | - / - | - / - | - | - / - |" in page
     assert not (folder / "bubble_counts.png").exists()
     assert not (folder / "traces").exists()

@@ -141,8 +141,8 @@ def test_a_run_leaves_records_report_and_pictures(tmp_path: Path, matrix: Path, 
     result = bench("run", "--matrix", matrix, "--out", tmp_path / "runs", "--device", "cpu", "--json")
     assert result.exit_code == 0, result.output
     (folder,) = (tmp_path / "runs").iterdir()
-    pictures = {"ratio.png", "tokens.png"}
-    assert {path.name for path in folder.iterdir()} == {"run.json", "records.jsonl", "report.md", *pictures}
+    files = {"run.json", "records.jsonl", "report.md", "report.html", "report.json"}
+    assert {path.name for path in folder.iterdir()} == {*files, "ratio.png", "tokens.png", "cap.png"}
     assert {record.run for record in read_records(folder).lines} == {folder.name}
     said = json.loads(result.stdout.splitlines()[-1])
     assert said["verdict"] == "passed"

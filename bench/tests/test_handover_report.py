@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bench.handover import WAYS
 from bench.record import read_records
-from bench.report.markdown import write_report
 from bench.summary import Summary
 from bench.tests.made_up import make_cell
+from bench.tests.pages import markdown
 from suites.measure import Series
 
 NOTES = {"capacity_gib": 80.0, "stage": "last", "held_gib": {"params": 3.5, "grads": 7.0, "optimizer": 10.5}}
@@ -42,7 +42,7 @@ def table_row(page: str) -> list[str]:
 def test_a_hand_over_has_a_table_a_picture_and_a_sentence(add_suite, weigh) -> None:
     add_suite("handover", lambda cell, device: handover_series(on_cuda=True))
     folder = weigh(make_cell("handover"))
-    page = write_report(folder, read_records(folder)).read_text()
+    page = markdown(folder)
     assert table_row(page)[1:10] == [
         "80",
         "3.50<br>7.00<br>10.50",
@@ -63,7 +63,7 @@ def test_a_hand_over_has_a_table_a_picture_and_a_sentence(add_suite, weigh) -> N
 def test_host_copies_say_so_and_predictions_are_not_called_measured(add_suite, weigh) -> None:
     add_suite("handover", lambda cell, device: handover_series(on_cuda=False))
     folder = weigh(make_cell("handover"))
-    page = write_report(folder, read_records(folder)).read_text()
+    page = markdown(folder)
     texts = table_row(page)
     assert texts[4:6] == ["20.00", "-"]
     assert texts[6].endswith("host")
@@ -76,4 +76,4 @@ def test_a_cell_without_samples_is_shown(add_suite, weigh) -> None:
     folder = weigh(make_cell("handover"))
     (_, row), *_ = Summary.of(read_records(folder).lines).handover
     assert row.gain is None
-    assert table_row(write_report(folder, read_records(folder)).read_text())[1:4] == ["-", "-", "-"]
+    assert table_row(markdown(folder))[1:4] == ["-", "-", "-"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bench.record import read_records
-from bench.report.markdown import write_report
 from bench.summary import Summary
 from bench.tests.made_up import make_cell
+from bench.tests.pages import markdown
 from suites.matrix import Layout
 from suites.measure import Series
 
@@ -30,7 +30,7 @@ def override_series(lost: str = "", caught: bool = True) -> list[Series]:
 def test_a_case_over_two_layouts_is_one_row(add_suite, weigh) -> None:
     add_suite("overrides", lambda cell, device: override_series("mbridge" if cell.layout.dp == 2 else ""))
     folder = weigh(make_cell("overrides"), make_cell("overrides", layout=Layout(dp=2)))
-    page = write_report(folder, read_records(folder)).read_text()
+    page = markdown(folder)
     (row,) = [line for line in page.splitlines() if line.startswith("| bucket_size |")]
     texts = [text.strip() for text in row.strip("| ").split("|")]
     assert texts[1] == "bucket_size=9<br>overlap=True"
@@ -46,4 +46,4 @@ def test_an_override_that_was_lost_and_not_caught_fails_its_cell(add_suite, weig
     assert [cell.status for cell in summary.cells] == ["failed"]
     (row,) = summary.overrides
     assert not row.passed
-    assert "NOT CAUGHT ON 1 rank" in write_report(folder, read_records(folder)).read_text()
+    assert "NOT CAUGHT ON 1 rank" in markdown(folder)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bench.record import read_records
-from bench.report.markdown import write_report
 from bench.summary import Summary
 from bench.tests.made_up import make_cell
+from bench.tests.pages import markdown
 from suites.measure import Series
 
 
@@ -27,7 +27,7 @@ def packing_series() -> list[Series]:
 def test_packing_has_a_table_a_picture_and_a_sentence(add_suite, weigh) -> None:
     add_suite("packing", lambda cell, device: packing_series())
     folder = weigh(make_cell("packing"))
-    page = write_report(folder, read_records(folder)).read_text()
+    page = markdown(folder)
     row = next(line for line in page.splitlines() if line.startswith("| rl-code-16k-cap<br>1 rank, 4 rows"))
     texts = [text.strip() for text in row.strip("| ").split("|")]
     assert texts[1] == "10 / 1"
@@ -44,7 +44,4 @@ def test_a_packing_cell_without_samples_is_shown(add_suite, weigh) -> None:
     folder = weigh(make_cell("packing"))
     (_, row), *_ = Summary.of(read_records(folder).lines).packing
     assert row.ratio is None
-    assert (
-        "| rl-code-16k-cap<br>1 rank, 4 rows | - / - | -<br>-, -, - |"
-        in write_report(folder, read_records(folder)).read_text()
-    )
+    assert "| rl-code-16k-cap<br>1 rank, 4 rows | - / - | -<br>-, -, - |" in markdown(folder)

@@ -11,9 +11,9 @@ import pytest
 from matplotlib import image
 
 from bench.record import FILE_NAME, read_records
-from bench.report.markdown import write_report
 from bench.summary import Summary
 from bench.tests.made_up import make_cell, parity_series, planning_series, throughput_series
+from bench.tests.pages import markdown
 from suites.launch.local import RanksFailed
 from suites.matrix import Cell, Layout
 from suites.measure import Series
@@ -37,7 +37,7 @@ def mixed_run(add_suite, weigh) -> Path:
 
 
 def report(folder: Path) -> str:
-    return write_report(folder, read_records(folder)).read_text()
+    return markdown(folder)
 
 
 def test_verdict_comes_first(mixed_run: Path) -> None:
@@ -48,7 +48,7 @@ def test_verdict_comes_first(mixed_run: Path) -> None:
 
 def test_pictures_are_there_and_linked_by_relative_path(mixed_run: Path) -> None:
     linked = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", report(mixed_run))
-    assert linked == ["ratio.png", "tokens.png", "parity.png", "parity_heat.png"]
+    assert linked == ["ratio.png", "tokens.png", "cap.png", "parity.png", "parity_heat.png"]
     for name in linked:
         assert image.imread(mixed_run / name).std() > 0.01
 

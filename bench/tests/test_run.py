@@ -8,10 +8,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.cells import Machine, Task
+import pytest
+
+from bench.cells import Machine, Task, choose
 from bench.record import OutcomeRecord, SeriesRecord, read_records
 from bench.tests.made_up import make_cell, parity_series, throughput_series
 from steelyard.errors import InputError
+from suites import PACED, SUITES, WITHOUT_RANKS
 from suites.launch.local import run_ranks
 from suites.matrix import Cell, Layout
 from suites.measure import Series
@@ -145,6 +148,54 @@ def test_a_cell_for_more_gpus_than_there_are_says_so_and_did_not_run(add_suite, 
     assert outcome.reason == "it needs 2 GPUs, and a machine has 0"
 
 
+def test_what_is_only_predicted_takes_no_times_and_may_share_a_machine() -> None:
+    timed = {
+        (suite, dp): Task.of(make_cell(suite, layout=Layout(dp=dp)), ONE_GPU).job().timed
+        for suite in ("oom", "handover", "memory", "parity", "planning", "throughput")
+        for dp in (1, 2)
+    }
+    assert {suite for (suite, dp), one in timed.items() if one and dp == 2} == {"planning", "throughput"}
+    assert {suite for (suite, dp), one in timed.items() if one and dp == 1} == {
+        "oom", "handover", "planning", "throughput",
+    }  # fmt: skip
+
+
+HARDWARE = {"cpu": 0, "predicted": 0, "h200x1": 1, "h100x8": 8, "h100x64": 64}
+
+
+@pytest.mark.parametrize(("name", "gpus"), HARDWARE.items())
+def test_a_matrix_for_some_hardware_runs_on_it_whole(name: str, gpus: int) -> None:
+    tasks = choose(name, Machine("this hardware", cores=2, gpus=gpus))
+    assert not [task.reason for task in tasks if task.reason]
+    if not gpus:
+        return
+    on_gpus = [task for task in tasks if task.cell.suite not in WITHOUT_RANKS | PACED]
+    # Packing takes one rank's part, whatever the layout.
+    worlds = {task.cell.layout.parallel().world for task in on_gpus if task.cell.suite != "packing"}
+    assert worlds == {gpus}
+    assert {task.cell.suite for task in on_gpus if task.device == "cuda" and task.cell.device} >= {
+        "parity",
+        "throughput",
+    }
+
+
+@pytest.mark.parametrize("name", [name for name, gpus in HARDWARE.items() if gpus])
+def test_a_machine_without_gpus_shows_such_a_matrix_and_says_what_it_cannot_fill(name: str) -> None:
+    tasks = choose(name, Machine("a laptop", cores=2, gpus=0))
+    for task in tasks:
+        asked_for_gpus = task.cell.device == "cuda" and task.cell.suite not in WITHOUT_RANKS
+        assert task.how.startswith("cannot run: it needs" if asked_for_gpus else ("predicted", "paced", "computed"))
+
+
+def test_the_cpu_matrix_has_every_suite() -> None:
+    assert {task.cell.suite for task in choose("cpu", Machine("a laptop", cores=2, gpus=0))} == set(SUITES)
+
+
+def test_the_largest_predicted_layout_has_1024_gpus() -> None:
+    worlds = {task.cell.layout.parallel().world for task in choose("predicted", Machine("a laptop", 2, 0))}
+    assert max(worlds) == 1024
+
+
 def test_a_cluster_must_have_a_core_for_every_rank() -> None:
     cluster = Machine("the Ray cluster", cores=2, gpus=0, slots=2)
     assert Task.of(make_cell("parity", layout=Layout(dp=2)), cluster).reason == ""
@@ -167,3 +218,20 @@ def test_a_suite_without_samples_fails(add_suite, weigh) -> None:
     add_suite("empty", lambda cell, device: [])
     (outcome,) = outcomes(weigh(make_cell("empty")))
     assert (outcome.status, outcome.reason) == ("failed", "the suite returned no samples")
+
+
+def test_a_slice_of_the_predicted_matrix_runs(weigh) -> None:
+    """A cell of each suite, of the widest layout, with two layers: nothing else makes a large model slow."""
+    tasks = choose("predicted", Machine("a laptop", cores=2, gpus=0))
+    slices = []
+    for suite in ("oom", "handover", "planning"):
+        cell = max(
+            (task.cell for task in tasks if task.cell.suite == suite and task.cell.layout.pp == 1),
+            key=lambda one: one.layout.parallel().world,
+        )
+        slices.append(cell.model_copy(update={"model": cell.model.model_copy(update={"layers": 2}), "pairs": 1}))
+    records = read_records(weigh(*slices)).lines
+    assert [one.status for one in records if isinstance(one, OutcomeRecord)] == ["passed"] * 3
+    series = [one for one in records if isinstance(one, SeriesRecord)]
+    thresholds = [one.values[0] for one in series if one.metric == "threshold_tokens"]
+    assert all(tokens > 16384 for tokens in thresholds), "two layers of 32B leave room"

@@ -25,7 +25,8 @@ def cell(layout=None, **settings):
 )
 def test_both_sides_are_timed_and_counted(layout, role):
     case = cell(layout, role=role)
-    found = {(one.metric, one.side): one.values for one in throughput.measure(case, device="cpu")}
+    series = {(one.metric, one.side): one for one in throughput.measure(case, device="cpu")}
+    found = {key: one.values for key, one in series.items()}
     lengths = case.draw().totals
     multiple = layout.get("tp", 1)
     assert found["real_tokens", "both"] == [lengths.sum()]
@@ -35,10 +36,27 @@ def test_both_sides_are_timed_and_counted(layout, role):
     assert found["computed_tokens", "optimised"] == [(-(-lengths // multiple) * multiple).sum()]
     assert found["micro_batches", "naive"] == [8 / 2 / layout.get("dp", 1)]
     for side in ("naive", "optimised"):
+        load = series["micro_batches", side].notes
+        assert len(load["tokens"]) == layout.get("dp", 1)
+        assert sum(map(sum, load["tokens"])) == found["computed_tokens", side][0]
+        assert max(map(max, load["tokens"])) <= load["cap"] + multiple * 2
+        of_ranks = series["step_processor_seconds", side].notes["of_ranks"]
+        assert len(of_ranks) == case.layout.parallel().world
         seconds, rates = found["step_seconds", side], found["tokens_per_second", side]
         assert len(seconds) == len(rates) == len(found["loss", side]) == case.pairs
         assert all(second > 0 for second in seconds)
         assert rates == pytest.approx([lengths.sum() / second for second in seconds])
+        assert (("pipeline_overhead", side) in found) == ("pp" in layout)
+        assert all(one > 0 for one in found.get(("pipeline_overhead", side), ()))
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "all_to_all"])
+def test_with_context_parallelism_the_optimised_side_is_weighed_alone(kind):
+    case = cell({"cp": 2, "cp_kind": kind}, pairs=1)
+    found = {(one.metric, one.side): one.values for one in throughput.measure(case, device="cpu")}
+    assert {side for _, side in found} == {"optimised", "both"}
+    assert found["step_seconds", "optimised"][0] > 0
+    assert 0 <= found["computed_tokens", "optimised"][0] - case.draw().totals.sum() <= 8 * 4
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
