@@ -10,6 +10,7 @@ from pathlib import Path
 SUITES = {
     "bubbles": "suites.bubbles",
     "handover": "suites.handover",
+    "memory": "suites.memory_check",
     "oom": "suites.oom",
     "overrides": "suites.overrides",
     "packing": "suites.packing",
@@ -21,13 +22,13 @@ SUITES = {
 # Suites that compute here and start no rank, so that any layout can be weighed on any machine.
 WITHOUT_RANKS = {"planning"}
 # Suites that take one rank's part here, on one device, whatever the layout.
-ON_ONE_DEVICE = {"handover", "oom", "packing"}
+ON_ONE_DEVICE = {"handover", "memory", "oom", "packing"}
 # Suites that predict for a GPU of the cell's capacity, whatever is there, and measure what one rank can.
 PREDICTING = {"handover", "oom"}
 # Suites whose ranks wait instead of computing: they run on the CPU, whatever is there and however many cores.
 PACED = {"bubbles"}
 # Suites whose samples are no times: other cells may run on the same machine meanwhile.
-MAY_SHARE = {"overrides", "parity"}
+MAY_SHARE = {"memory", "overrides", "parity"}
 
 
 def describe(suite: str) -> str:

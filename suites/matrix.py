@@ -9,7 +9,7 @@ The cells of a ``[[suite]]`` are the product of its axes, less what ``exclude`` 
     roles = ["actor", "critic"]
     axes = { micro_batch_size = [1, 4] }              # any setting of a cell can be an axis
     repeats = 2                                       # each cell again, in fresh processes
-    settings = { rows = 16, time_limit = 120 }        # they override [defaults]
+    settings = { rows = 16, time_limit = 120 }        # they override [defaults], as axes do
     exclude = [{ layout = { pp = 2 }, role = "critic" }]
     override = [{ when = { layout = { dp = 2 } }, settings = { pairs = 9 } }]
 
@@ -19,6 +19,7 @@ in it. Where several overrides match, the last one wins.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import tomllib
 from collections.abc import Mapping
@@ -26,7 +27,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from steelyard import lengths
 from steelyard.cost import ModelShape
@@ -37,6 +48,8 @@ from steelyard.parallel import ParallelLayout
 FOLDER = Path(__file__).parent / "matrices"
 # Suites that know no role and are weighed at many sizes: their cells are named by their rows.
 NAMED_BY_ROWS = ("bubbles", "packing", "planning")
+# Suites whose other side (the judge, a configuration of transformers) is a dense model.
+DENSE = ("overrides", "parity")
 
 
 class Strict(BaseModel):
@@ -58,9 +71,37 @@ class Sizes(Strict):
     tied: bool = False
     qkv_bias: bool = True
     qk_norm: bool = False
+    rope_theta: PositiveFloat = 1e6
+    norm_eps: PositiveFloat = 1e-6
+    max_positions: PositiveInt = 32768
+    experts: NonNegativeInt = 0
+    experts_per_token: NonNegativeInt = 0
+    moe_ffn: NonNegativeInt = 0
+    shared_ffn: NonNegativeInt = 0
+    shared_gate: bool = False
+    norm_topk_prob: bool = False
+
+    @model_validator(mode="after")
+    def _make_a_model(self) -> Sizes:
+        self.shape()
+        return self
 
     def shape(self) -> ModelShape:
         return ModelShape(**self.model_dump())
+
+
+def _named(model: object) -> object:
+    """The sizes of a shape that is given by its name; anything else as it is."""
+    if not isinstance(model, str):
+        return model
+    shape = dataclasses.replace(ModelShape.preset(model), name="custom")
+    sizes = Sizes(**{name: value for name, value in vars(shape).items() if name in Sizes.model_fields})
+    if sizes.shape() != shape:
+        raise ValueError(f"model {model} has latent attention or dense layers among its experts: no suite builds it")
+    return sizes
+
+
+Model = Annotated[Sizes, BeforeValidator(_named)]
 
 
 class Layout(Strict):
@@ -74,6 +115,7 @@ class Layout(Strict):
     cp_kind: Literal["all_gather", "all_to_all"] = "all_gather"
     dp: PositiveInt = 1
     ep: PositiveInt = 1
+    etp: PositiveInt | None = None
     group: PositiveInt | None = None
 
     def parallel(self) -> ParallelLayout:
@@ -95,7 +137,7 @@ class Cell(Strict):
         suite: the module of ``suites`` that measures it.
         workload: name of a table in ``steelyard.lengths``, or of the lengths file.
         lengths_file: where the lengths come from when they are the user's own.
-        layout, model: parallel sizes and model sizes.
+        layout, model: parallel sizes and model sizes; the model also by the name of a shape that Steelyard ships.
         role: ``actor``, ``critic`` or ``reward``.
         rows: sequences of one step, over all data-parallel ranks.
         scale: real lengths are divided by this to fit the device.
@@ -112,7 +154,8 @@ class Cell(Strict):
         exchange: planning: virtual stages exchange shapes in blocking calls, as Megatron's do.
         pass_ms: bubbles: milliseconds of the mean naive forward pass through one virtual stage.
         capacity_gib: handover, oom: memory of the GPU that is predicted for; where oom fails for real, the limit.
-        recompute: handover, oom: activations computed again in the backward pass, as ``predict_peak`` takes it.
+        recompute: throughput, handover, memory, oom: activations computed again in the backward pass, as
+            ``predict_peak`` takes it.
         planners: planning: the others that take part (``suites.baselines.planners``); empty means all.
         device: ``cpu`` or ``cuda`` where the cell means something on that alone; None takes what is there.
         sides: a user's own sides by name, each ``module:function`` (see ``suites.sides``).
@@ -124,7 +167,7 @@ class Cell(Strict):
     workload: str
     lengths_file: LengthsFile | None = None
     layout: Layout = Layout()
-    model: Sizes
+    model: Model
     role: Literal["actor", "critic", "reward"] = "actor"
     rows: PositiveInt = 16
     scale: PositiveFloat = 1.0
@@ -220,7 +263,7 @@ class Matrix(Strict):
     name: str
     file: str
     description: str
-    model: Sizes
+    model: Model
     defaults: dict[str, Any] = {}
     suite: tuple[SuiteTable, ...] = Field(min_length=1)
 
@@ -296,12 +339,12 @@ class _TableCells:
         settings: dict[str, Any] = {}
         origin = dict.fromkeys(point, f"{self.key}.axes")
         for key, source in sources.items():
-            for name in source.keys() & {*OWN_AXES, *point}:
+            for name in source.keys() & {*OWN_AXES, *(() if key == "defaults" else point)}:
                 self.matrix.refuse(
                     f"{key}.{name}", "belongs to an axis: use name, workloads, layouts, roles, rows or axes"
                 )
             settings |= source
-            origin |= dict.fromkeys(source, key)
+            origin |= dict.fromkeys(source.keys() - point.keys(), key)
         own = {"suite": self.table.name, "lengths_file": self.lengths_file, "repeat": repeat}
         own["axis"] = self.table.label(point)
         try:
@@ -324,6 +367,8 @@ class _TableCells:
             cell.layout.parallel().check(cell.model.shape())
         except InputError as error:
             self.matrix.refuse(layout, str(error))
+        if cell.model.experts and cell.suite in DENSE:
+            self.matrix.refuse(self.key, f"suite {cell.suite} weighs dense models only: give one without experts")
         if cell.rows % cell.layout.dp:
             self.matrix.refuse(
                 layout,

@@ -1,10 +1,14 @@
 """Matrix files: what they mean, and that every mistake is named with its file and key."""
 
+import dataclasses
+
 import pytest
 
 import suites
+from steelyard.cost import ModelShape
 from steelyard.errors import InputError
-from suites import matrix
+from steelyard.pipeline import Pipeline, legal_count
+from suites import bubbles, matrix, parity
 from suites.matrix import LengthsFile
 
 MODEL = "[model]\nlayers = 4\nhidden = 32\nffn = 48\nheads = 4\nkv_heads = 2\nhead_dim = 8\nvocab = 96\n"
@@ -23,6 +27,51 @@ def load(tmp_path, text):
 def test_every_shipped_matrix_is_valid_and_its_cells_have_names_of_their_own(name):
     cells = matrix.load(name, list(suites.SUITES)).cells()
     assert len({cell.id for cell in cells}) == len(cells) > 0
+    for cell in cells:
+        check_legal(cell)
+
+
+def check_legal(cell):
+    """The rows of a cell exist, and its suite has micro-batches of them that the cell's schedule takes."""
+    layout, rows = cell.layout.parallel(), len(cell.draw())
+    assert rows == cell.rows
+    if cell.suite == "bubbles":
+        bubbles.Task.of(cell)
+    elif cell.suite == "parity":
+        for budget in parity.BUDGETS:
+            parity._fixed_size(rows // layout.dp, budget, cell)
+    elif cell.suite == "throughput" and layout.pp > 1:
+        count = -(-rows // layout.dp // cell.micro_batch_size)
+        assert legal_count(count, Pipeline(layout.pp, layout.vpp, layout.group)) == count, cell.id
+    elif cell.suite == "memory":
+        assert layout.world == 1
+    longest = int(cell.draw().totals.max())
+    assert cell.suite in ("bubbles", "planning", "packing") or longest <= cell.model.max_positions, cell.id
+
+
+def test_a_model_may_be_named(tmp_path):
+    text = HEAD.replace(MODEL, 'model = "qwen2.5-7b"\n') + SUITE.replace("throughput", "oom")
+    first, second = load(tmp_path, text + 'axes = { model = ["qwen3-30b-a3b", "qwen2.5-0.5b"] }\n').cells()
+    assert first.model.shape() == dataclasses.replace(ModelShape.preset("qwen3-30b-a3b"), name="custom")
+    assert (second.model.layers, second.model.tied) == (24, True)
+    assert first.id.endswith("actor-model-qwen3-30b-a3b")
+    (cell,) = load(tmp_path, text).cells()
+    assert (cell.model.layers, cell.model.experts) == (28, 0)
+    assert matrix.Cell.model_validate(first.model_dump(mode="json")) == first, "as it travels to where it runs"
+
+
+def test_experts_are_spread_over_their_own_ranks(tmp_path):
+    text = HEAD.replace(MODEL, 'model = "qwen3-30b-a3b"\n') + SUITE.replace("throughput", "oom")
+    (cell,) = load(tmp_path, text + "layouts = [{ tp = 2, dp = 8, ep = 4, etp = 1 }]\n").cells()
+    assert cell.id.split("/")[2] == "tp2+sp-dp8-ep4-etp1"
+    assert (cell.layout.parallel().ep, cell.layout.parallel().etp) == (4, 1)
+    with pytest.raises(InputError, match="key suite.0.layouts.0: ep=3 does not divide the model's 128 experts"):
+        load(tmp_path, text + "layouts = [{ dp = 9, ep = 3 }]\nsettings = { rows = 9 }\n")
+
+
+def test_an_axis_takes_the_place_of_a_default(tmp_path):
+    text = HEAD + "[defaults]\ndtype = 'bfloat16'\n" + SUITE + "axes = { dtype = ['float32', 'bfloat16'] }\n"
+    assert [cell.dtype for cell in load(tmp_path, text).cells()] == ["float32", "bfloat16"]
 
 
 def test_a_suite_is_the_product_of_its_axes_and_overrides_the_defaults(tmp_path):
@@ -117,6 +166,13 @@ def test_a_lengths_file_takes_the_place_of_the_workloads(tmp_path):
         (HEAD + SUITE + "exclude = [{ layout = { tq = 2 } }]\n", "key suite.0.exclude.0.layout: 'tq' is no size"),
         (HEAD + SUITE + "exclude = [{ role = 'critic' }]\n", "key suite.0.exclude.0: fits no cell"),
         (HEAD + SUITE + OVERRIDE.replace("ROLE", "critic"), "key suite.0.override.0: fits no cell"),
+        (HEAD.replace(MODEL, "model = 'qwen2.5-8b'\n") + SUITE, "key model: .*unknown model preset 'qwen2.5-8b' .did"),
+        (HEAD.replace(MODEL, "model = 'deepseek-v3'\n") + SUITE, "key model: .*deepseek-v3 has latent attention"),
+        (HEAD.replace(MODEL, MODEL + "experts = 4\n") + SUITE, "key model: .*experts_per_token=0 must be 1 to experts"),
+        (
+            HEAD + SUITE.replace("throughput", "parity") + "settings = { model = 'qwen3-30b-a3b' }\n",
+            "key suite.0: suite parity weighs dense models only",
+        ),
         (HEAD + SUITE + OVERRIDE.replace("ROLE", "actor"), "key suite.0.override.0.settings.pairs: .*greater than 0"),
     ],
 )

@@ -76,6 +76,15 @@ def test_the_naive_sides_miss_what_the_optimised_side_keeps():
     assert found["peak_growth", "optimised"] < parity.GROWTH_LIMIT
 
 
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_in_bfloat16_rounding_stays_below_what_the_naive_side_gets_wrong(role):
+    series = parity.measure(cell(role, dtype="bfloat16"), device="cpu")
+    found = {one.metric: one for one in series if one.metric in ("parity_max_error", "naive_error")}
+    limit = parity.LIMITS["bfloat16"]
+    assert {one.limit for one in found.values()} == {limit}
+    assert parity.LIMIT < found["parity_max_error"].values[0] < limit < found["naive_error"].values[0]
+
+
 def test_tied_embeddings_agree_over_pipeline_stages():
     tied = SIZES.model_copy(update={"tied": True})
     found = worst(parity.measure(cell(layout={"pp": 2}, model=tied), device="cpu"))

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -145,6 +145,8 @@ def test_nested_rows_are_packed_like_verls(case: Case, pre_process: bool) -> Non
 @settings(max_examples=80, deadline=None)
 @given(cases())
 def test_labels_are_verls_but_for_the_last_of_a_row(case: Case) -> None:
+    # Of context-parallel ranks without a single token verl's function raises an IndexError.
+    assume(case.cp == 1 or bool(case.mask.any()))
     labels, positions = following(case)
     with case.parallel():
         here, params, at = ours.preprocess_thd_engine(case.nested(case.ids), need_roll=True)
