@@ -50,13 +50,18 @@ class Parity:
 
 
 def parity_text(rows: Sequence[Parity]) -> str:
-    """The part of a run's sentence: empty without errors."""
-    errors = [(row.error, row.limit) for row in rows if row.error is not None]
-    if not errors:
+    """The part of a run's sentence: the worst error under each limit; empty without errors."""
+    worst: dict[float | None, Parity] = {}
+    for row in rows:
+        if row.error is not None and (row.limit not in worst or row.share > worst[row.limit].share):
+            worst[row.limit] = row
+    if not worst:
         return ""
-    # Not-a-number must win, which max() alone would not see to.
-    error, limit = max(errors, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])
-    return f"; worst parity error {error_text(error)}" + (f" (limit {limit:.0e})" if limit is not None else "")
+    texts = [
+        error_text(row.error or 0.0) + (f" (limit {limit:.0e})" if limit is not None else "")
+        for limit, row in sorted(worst.items(), key=lambda pair: pair[0] or 0.0)
+    ]
+    return f"; worst parity error {' and '.join(texts)}"
 
 
 def error_text(error: float) -> str:

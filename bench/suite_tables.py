@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bench.bubbles import Bubbles
 from bench.handover import Four, Handover
+from bench.memory import Memory
 from bench.overrides import NAIVE, Override
 from bench.packing import Packing
 from bench.summary import CellRecords, Summary
@@ -44,6 +45,26 @@ def _packing_texts(cell: CellRecords, row: Packing) -> tuple[str, ...]:
         NONE if row.log_probs is None else f"{row.log_probs.value:.1f}",
         two(row.logits),
     )
+
+
+def memory_table(summary: Summary) -> Table:
+    return Table(
+        title="Memory: the predicted peak and what the step took",
+        caption=(
+            "Two figures in GiB: predicted / counted; by storage on a CPU, by the allocator on CUDA. error: of the "
+            "peak. reserved, and the replay's error (the allocator's own events replayed), on CUDA alone."
+        ),
+        columns=("cell", "peak\nGiB", "error", "limit", "reserved\nGiB", "replay\nerror"),
+        left=1,
+        rows=tuple(
+            Row(_memory_texts(cell, row), cell.lines, bad=cell.status != "passed") for cell, row in summary.memory
+        ),
+    )
+
+
+def _memory_texts(cell: CellRecords, row: Memory) -> tuple[str, ...]:
+    error, limit, replayed = (NONE if one is None else f"{one:.2%}" for one in (row.error, row.limit, row.replay_error))
+    return (", ".join(cell.label), two(row.peak), error, limit, two(row.reserved), replayed)
 
 
 def bubble_table(summary: Summary) -> Table:

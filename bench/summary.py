@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from bench import bubbles, handover, oom, overrides, packing, parity, scoreboard, throughput
+from bench import bubbles, handover, memory, oom, overrides, packing, parity, scoreboard, throughput
 from bench.record import OutcomeRecord, SeriesRecord, Status
 from bench.stats import median
 from suites.measure import Side
@@ -119,6 +119,9 @@ KINDS = {
         oom.Oom.of, oom.oom_text, oom.METRICS, ("threshold_tokens", None),
         ("threshold_tokens", "peak_growth", "threshold_error"),
     ),
+    "memory": Kind(
+        memory.Memory.of, memory.memory_text, memory.METRICS, ("predicted_peak_gib", None), ("peak_error",)
+    ),
 }  # fmt: skip
 
 
@@ -139,6 +142,7 @@ class Summary:
     packing = _rows("packing")
     bubbles = _rows("bubbles")
     handover = _rows("handover")
+    memory = _rows("memory")
     oom = _rows("oom")
 
     @classmethod

@@ -9,7 +9,7 @@ from bench.oom_tables import answer_table, oom_table
 from bench.parity import Parity, error_text
 from bench.scoreboard import PlannerScore, Scoreboard
 from bench.stats import median
-from bench.suite_tables import bubble_table, handover_table, override_table, packing_table
+from bench.suite_tables import bubble_table, handover_table, memory_table, override_table, packing_table
 from bench.summary import KINDS, CellRecords, Summary
 from bench.table import NONE, Row, Table, figure, number, ratio_text
 from bench.throughput import Throughput
@@ -242,6 +242,7 @@ SECTIONS: dict[str, tuple[Callable[[Summary], Table], ...]] = {
     "packing": (packing_table,),
     "bubbles": (bubble_table,),
     "handover": (handover_table,),
+    "memory": (memory_table,),
     "oom": (oom_table, answer_table),
     "overrides": (override_table,),
 }

@@ -23,6 +23,7 @@ from bench.weighed import weigh_cell
 TITLES = {
     "throughput": "Throughput", "parity": "Parity", "planning": "Planning", "packing": "Packing",
     "bubbles": "Pipeline bubbles", "handover": "Hand-over to the rollout engine", "oom": "Out of memory",
+    "memory": "Memory: predicted and taken",
     "overrides": "Overrides",
 }  # fmt: skip
 

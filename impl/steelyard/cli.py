@@ -1,4 +1,4 @@
-"""The command line of the wheel: ``steelyard predict``.
+"""The command line of the wheel: ``steelyard predict`` and ``steelyard advise``.
 
 Exit codes: 0 fine, 2 bad input (one line on stderr says what, and what to do instead). What needs torch is imported in
 the commands, so that ``--help`` is quick.
@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Iterator
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from steelyard.cli_advise import advise
+from steelyard.cli_options import CpKind, Recompute, bad_input_in_one_line, shape_of
 from steelyard.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 NOT_VERIFIED = "predicted, not verified on a GPU"
 
+__all__ = ["app", "bad_input_in_one_line"]
+
 app = typer.Typer(
     help="What a Megatron reinforcement-learning step needs, before it runs.",
     pretty_exceptions_enable=False,
@@ -33,33 +35,13 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
 )
-
-
-@contextlib.contextmanager
-def bad_input_in_one_line() -> Iterator[None]:
-    """End with exit code 2 and the error's text in one line; the harness's commands use it too."""
-    try:
-        yield
-    except InputError as error:
-        typer.echo(f"error: {' '.join(str(error).splitlines())}", err=True)
-        raise typer.Exit(2) from None
-
-
-class Recompute(StrEnum):
-    none = "none"
-    selective = "selective"
-    full = "full"
+app.command()(advise)
 
 
 class KernelSet(StrEnum):
     cuda = "cuda"
     fused = "fused"
     cpu = "cpu"
-
-
-class CpKind(StrEnum):
-    all_gather = "all_gather"
-    all_to_all = "all_to_all"
 
 
 class DType(StrEnum):
@@ -113,7 +95,7 @@ def predict(
     with bad_input_in_one_line():
         # megatron-core's imports warn of everything that it could use and does not find.
         warnings.simplefilter("ignore")
-        shape = _shape(model, max_positions)
+        shape = shape_of(model, max_positions)
         sizes = {"tp": tp, "sp": sp, "pp": pp, "vpp": vpp, "cp": cp, "dp": dp, "ep": ep, "etp": etp}
         layout = _layout(shape, {**sizes, "cp_kind": cp_kind.value})
         overrides = _fields(ddp or [])
@@ -153,13 +135,6 @@ def predict(
     _show(stages, title, capacity, reserve)
     if as_json:
         typer.echo(json.dumps(_record(shape, layout, tokens, len(parts), recompute.value, kernels.value, stages)))
-
-
-def _shape(name: str, max_positions: int | None) -> ModelShape:
-    from steelyard.cost import ModelShape
-
-    shape = ModelShape.from_hf(Path(name)) if Path(name).exists() else ModelShape.preset(name)
-    return shape if max_positions is None else replace(shape, max_positions=max_positions)
 
 
 def _layout(shape: ModelShape, sizes: dict[str, Any]) -> ParallelLayout:
