@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from steelyard.errors import InputError
+from steelyard.memory.live import only_new_garbage
 
 GIB = 2**30
 MMAP_BYTES = 65536
@@ -57,16 +58,17 @@ def until_it_fails(step: Callable[[int], object], start: int) -> Found:
     """
     passed, failed, message, steps = 0, None, "", 0
     tokens = max(2, start)
-    while failed is None or failed - passed > max(1, CLOSE_ENOUGH * failed):
-        steps += 1
-        trouble = _attempt(step, tokens)
-        if trouble is None:
-            passed = tokens
-        elif tokens <= 2:
-            raise InputError(f"a step of {tokens} tokens is out of memory: raise capacity_gib ({trouble})")
-        else:
-            failed, message = tokens, trouble
-        tokens = 2 * passed if failed is None else (passed + failed) // 2
+    with only_new_garbage():
+        while failed is None or failed - passed > max(1, CLOSE_ENOUGH * failed):
+            steps += 1
+            trouble = _attempt(step, tokens)
+            if trouble is None:
+                passed = tokens
+            elif tokens <= 2:
+                raise InputError(f"a step of {tokens} tokens is out of memory: raise capacity_gib ({trouble})")
+            else:
+                failed, message = tokens, trouble
+            tokens = 2 * passed if failed is None else (passed + failed) // 2
     return Found(passed, failed, message, steps)
 
 

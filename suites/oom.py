@@ -4,12 +4,17 @@ Rows of one length T (prompt and response together) stand for the longest of a s
 
 - naive: fixed micro-batches of ``micro_batch_size`` rows, padded to the longest (N1, N5, N13). Without context
   parallelism, which that code did not have.
+- naive, ``whole logits`` (N7): one row to a micro-batch, packed; its logits are restored to the padded layout, in
+  float32. Rows of one length have no padding, so this is what N7 costs by itself.
 - naive, ``outputs with graph`` (N14): log-probabilities of all rows of a rank, one row to a micro-batch, graphs kept.
   One tensor-parallel rank, one stage.
 - optimised: Steelyard's step, one such row to a micro-batch, which a dynamic budget of T tokens gives. A larger
   ``max_tokens`` fills every micro-batch to it, so that shorter rows then need as much memory as it does.
 - optimised, ``fixed micro-batches``: the same step with ``micro_batch_size`` rows in each. Computed, not run: a packed
   micro-batch of k rows holds what one row of k times the tokens does.
+
+Beside them stands what more micro-batches cost: the optimised side's peaks must not grow with their number, neither of
+log-probabilities nor of training; N14's does.
 
 On layouts of many ranks everything is predicted: the real step on fake tensors, continued from two depths of the model
 (``extrapolated`` in the notes) and, between lengths, in the straight line of each phase. Every threshold was run.
@@ -33,13 +38,14 @@ import torch
 from steelyard.errors import CapacityError
 from steelyard.lengths import LengthSample
 from steelyard.memory import Offloader
-from steelyard.memory.predict import GIB, RECOMPUTE, MemoryPrediction, predict_peak, stage_ranks
+from steelyard.memory.predict import GIB, RECOMPUTE, predict_peak, stage_ranks
 from steelyard.memory.threshold import RESERVE_GIB, Threshold, largest_response, usual_micro_batches
 from steelyard.model import host
 from steelyard.model.build import build_model, build_optimizer
+from steelyard.pipeline import legal_count
 from steelyard.step import Actor, RolloutBatch, StepSettings
 from suites import memory_limit
-from suites.baselines import fixed_split, graph_outputs
+from suites.baselines import fixed_split, graph_outputs, whole_logits
 from suites.launch.local import run_ranks
 from suites.matrix import Cell
 from suites.measure import Series, Side
@@ -50,9 +56,13 @@ LENGTHS = tuple(1024 * thousands for thousands in (8, 16, 32, 64, 128))
 ASKED = 16384  # the length at which parts are told
 # Longest row that is asked for. Memory does not depend on how the model's positions were stretched to it.
 POSITIONS = LENGTHS[-1]
-GRAPHS, FIXED = "outputs with graph", "fixed micro-batches"
-COUNTS = (2, 8)
-"""Micro-batches of which log-probabilities are computed, to see what more of them cost."""
+GRAPHS, WHOLE, FIXED = "outputs with graph", "whole logits", "fixed micro-batches"
+NODE = 8
+"""GPUs of one."""
+TIMES = 4
+"""So many times the usual number of micro-batches show what more of them cost."""
+GROWTH = 0.01
+"""The most by which that may raise the optimised side's peak: a few numbers of each micro-batch are kept."""
 CPU_CAPACITY_GIB = 4.0
 """Above it, a CPU only predicts: it would have to fill so much memory."""
 TOLERANCE = 0.05
@@ -94,11 +104,20 @@ class Case:
     def layout(self) -> Any:
         return self.cell.layout.parallel()
 
+    @cached_property
+    def step_settings(self) -> StepSettings:
+        return StepSettings(max_tokens=1, layout=self.layout)
+
     @property
     def real(self) -> bool:
         """Whether the step also runs on this device until it fails."""
         small = self.cell.capacity_gib <= CPU_CAPACITY_GIB
         return self.layout.world == 1 and (small or self.device.type == "cuda")
+
+    @property
+    def keeps_graphs(self) -> bool:
+        """Whether N14 ran on such a layout."""
+        return self.layout.model_ranks == 1 and not self.real
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -118,7 +137,7 @@ class Case:
     def ways(self) -> list[Way]:
         """The optimised one, and the naive ones that this layout can run."""
         rows, layout = self.cell.micro_batch_size, self.layout
-        multiple = layout.tp if layout.sequence_parallel else 1
+        multiple = self.step_settings.tokens_split_over_tp
 
         def one_row(tokens: int) -> MicroBatches:
             return usual_micro_batches(layout, tokens)
@@ -129,10 +148,13 @@ class Case:
         def padded(batch: dict[str, torch.Tensor], models: list[Any], optimizer: Any) -> None:
             fixed_split.step(batch, "actor", models, optimizer, rows, multiple_of=multiple)
 
+        def whole(batch: dict[str, torch.Tensor], models: list[Any], optimizer: Any) -> None:
+            whole_logits.step(batch, models, optimizer, multiple_of=multiple)
+
         ways = [Way("optimised", "", one_row)]
         if layout.cp == 1:
-            ways.append(Way("naive", "", fixed, padded))
-        if layout.cp == layout.tp == layout.pp == 1 and not self.real:
+            ways += [Way("naive", "", fixed, padded), Way("naive", WHOLE, one_row, whole)]
+        if self.keeps_graphs:
             ways.append(with_graphs(self.cell.rows // layout.dp))
         return ways
 
@@ -156,19 +178,18 @@ def measure(cell: Cell, device: str | None = None) -> list[Series]:
     """
     case = Case(cell, host.pick_device(device))
     series = [found for way in case.ways() for found in thresholds(case, way)]
-    if any(one.variant == GRAPHS for one in series):
-        series += growth(case)
-    if case.real:
-        start = {one.side: int(one.values[0]) // 2 for one in series if not one.variant}
-        found = run_ranks(
-            "suites.oom:on_rank",
-            1,
-            {"cell": cell.model_dump(), "device": case.device.type, "start": start},
-            time_limit=cell.time_limit,
-            device=case.device.type,
-        )
-        series += [one for side, tried in found.items() for one in compared(case, side, tried, series)]
-    return series
+    if not case.real:
+        # More nodes change nothing of what more micro-batches cost.
+        return [*series, *growth(case)] if case.layout.world <= NODE else series
+    start = {one.side: int(one.values[0]) // 2 for one in series if not one.variant}
+    found = run_ranks(
+        "suites.oom:on_rank",
+        1,
+        {"cell": cell.model_dump(), "device": case.device.type, "start": start},
+        time_limit=cell.time_limit,
+        device=case.device.type,
+    )
+    return [*series, *(one for side, tried in found.items() for one in compared(case, side, tried, series))]
 
 
 # Predicted
@@ -191,13 +212,30 @@ def thresholds(case: Case, way: Way) -> list[Series]:
         )
     except CapacityError as error:
         return [_threshold(way.side, way.variant, 0, notes | {"does_not_fit": str(error)})]
-    notes |= {"limit": found.limit, "breaks_first": found.breaks_first} | curve(case, way, found)
-    series = [_threshold(way.side, way.variant, found.tokens, notes)]
+    # A budget fills micro-batches of shorter rows.
+    least = (cell.max_tokens or 0) * case.layout.cp if way.side == "optimised" else 0
+    parts = found.peak_at(max(ASKED, least)).parts
+    tokens, breaks_first = found.tokens, found.breaks_first
+    if least > tokens:
+        tokens, filled = 0, found.peak_at(least).bytes / GIB
+        breaks_first = f"micro-batches filled to {least} tokens, which need {filled:.1f} GiB"
+    notes |= {
+        "limit": found.limit,
+        "breaks_first": breaks_first,
+        "stage": found.stage,
+        "extrapolated": found.prediction.extrapolated,
+        "ran_at": [one.longest for one in found.tried],
+        "peak_gib": curve(found, sorted({*LENGTHS, *(one.longest for one in found.tried)}), least=least),
+        "parts_gib": {part: size / GIB for part, size in parts.items()},
+        "batch_gib": batch_bytes(cell, ASKED) / GIB,
+    }
+    series = [_threshold(way.side, way.variant, tokens, notes)]
     if way.side == "optimised" and not case.real:
         # Nothing but the rows of a micro-batch differs: see the head of this file.
-        alignment = StepSettings(max_tokens=1, layout=case.layout).alignment
-        fixed = found.tokens // cell.micro_batch_size // alignment * alignment
-        series.append(_threshold("optimised", FIXED, fixed, {"computed": f"{found.tokens} tokens over the rows"}))
+        rows, alignment = cell.micro_batch_size, case.step_settings.alignment
+        fixed = found.tokens // rows // alignment * alignment
+        more = {"computed": f"{found.tokens} tokens over the rows", "peak_gib": curve(found, LENGTHS, rows=rows)}
+        series.append(_threshold("optimised", FIXED, fixed, more))
     return series
 
 
@@ -205,68 +243,48 @@ def _threshold(side: Side, variant: str, tokens: int, notes: dict[str, Any]) -> 
     return Series("threshold_tokens", side, "tokens", "higher", [tokens], "predicted", None, variant, notes)
 
 
-def curve(case: Case, way: Way, found: Threshold) -> dict[str, Any]:
-    """Peak by length, on the stage that breaks first, in the lines of two lengths that were run."""
-    alignment = StepSettings(max_tokens=1, layout=case.layout).alignment
-    low = min(LENGTHS[0], found.tokens // 2) // alignment * alignment
-    near = predict_peak(
-        case.shape,
-        case.layout,
-        way.micro_batches(low),
-        rank=stage_ranks(case.layout)[found.stage],
-        step=way.step,
-        forward_only=way.forward_only,
-        **case.settings,
-    )
-    # A budget fills micro-batches of shorter rows.
-    least = (case.cell.max_tokens or 0) * case.layout.cp if way.side == "optimised" else 0
-    return {
-        "stage": found.stage,
-        "extrapolated": found.prediction.extrapolated,
-        "ran_at": [near.longest, found.tokens],
-        "peak_gib": {str(tokens): _peak(near, found.prediction, max(tokens, least)) / GIB for tokens in LENGTHS},
-        "parts_gib": {part: size / GIB for part, size in _parts(near, found.prediction, ASKED).items()},
-        "batch_gib": batch_bytes(case.cell, ASKED) / GIB,
-    }
-
-
-def _between(near: MemoryPrediction, far: MemoryPrediction, tokens: int) -> Callable[[float, float], float]:
-    share = (tokens - near.longest) / (far.longest - near.longest)
-    return lambda low, high: low + share * (high - low)
-
-
-def _peak(near: MemoryPrediction, far: MemoryPrediction, tokens: int) -> float:
-    line = _between(near, far, tokens)
-    return max(line(near.phases[name].bytes, far.phases[name].bytes) for name in near.phases)
-
-
-def _parts(near: MemoryPrediction, far: MemoryPrediction, tokens: int) -> dict[str, float]:
-    """What the bytes are held for in the phase of the peak."""
-    line = _between(near, far, tokens)
-    phase = max(near.phases, key=lambda name: line(near.phases[name].bytes, far.phases[name].bytes))
-    one, two = near.phases[phase].parts, far.phases[phase].parts
-    return {part: max(0.0, line(one.get(part, 0), two.get(part, 0))) for part in sorted({*one, *two})}
+def curve(found: Threshold, lengths: Sequence[int], *, rows: int = 1, least: int = 0) -> dict[str, float]:
+    """Peak by length, on the stage that breaks first, with so many packed rows and at least so many tokens."""
+    return {str(tokens): found.peak_at(max(rows * tokens, least)).bytes / GIB for tokens in lengths}
 
 
 def batch_bytes(cell: Cell, tokens: int) -> int:
-    """All fields of a data-parallel rank's padded rows: what a batch takes that is moved before it is split."""
+    """All fields of a data-parallel rank's padded rows: what a batch takes that is moved before it is split (N9)."""
     row = make_batch(even_rows(1, tokens), cell.model.vocab, cell.seed)
     return sum(value.nbytes for value in row.values()) * (cell.rows // cell.layout.dp)
 
 
 def growth(case: Case) -> list[Series]:
-    """Peak of computing the log-probabilities of a few and of many micro-batches, by both sides."""
+    """Peaks at 16k of a few micro-batches and of many, and by how much more of them raise each side's.
+
+    Log-probabilities of both sides, training of the optimised one; on the last stage, which keeps the outputs.
+    """
+    few = len(usual_micro_batches(case.layout, 1))
+    counts = few, legal_count(TIMES * few, case.step_settings.pipeline())
+    passes: list[tuple[Side, str, Step | None]] = [("optimised", "log-probs", None), ("optimised", "training", None)]
+    if case.keeps_graphs:
+        passes.append(("naive", "log-probs", _log_probs_with_graphs))
     series = []
-    for count in COUNTS:
-        naive = with_graphs(count)
-        for way in (naive, dataclasses.replace(naive, side="optimised", step=None)):
-            found = predict_peak(
-                case.shape, case.layout, way.micro_batches(ASKED), step=way.step, forward_only=True, **case.settings
-            )
-            series.append(
-                Series("log_prob_peak_gib", way.side, "GiB", "lower", [found.peak_gib], "predicted", None,
-                       f"{count} micro-batches", {"tokens": ASKED, "extrapolated": found.extrapolated})
-            )  # fmt: skip
+    for side, what, step in passes:
+        found = [
+            predict_peak(
+                case.shape,
+                case.layout,
+                [[ASKED]] * count,
+                rank=list(stage_ranks(case.layout).values())[-1],
+                step=step,
+                forward_only=what == "log-probs",
+                **case.settings,
+            ).phases
+            for count in counts
+        ]
+        # Only these phases see micro-batches; building the model may need more than they do.
+        peaks = [max(one[name].bytes for name in ("forward", "backward") if name in one) / GIB for one in found]
+        notes = {"tokens": ASKED, "micro_batches": counts, "peak_gib": peaks}
+        limit = GROWTH if side == "optimised" else None
+        series.append(
+            Series("peak_growth", side, "1", "lower", [peaks[1] / peaks[0] - 1], "predicted", limit, what, notes)
+        )
     return series
 
 

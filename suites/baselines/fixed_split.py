@@ -11,7 +11,7 @@ at once, extra copies of the logits for the entropy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -41,6 +41,20 @@ def forward_backward(
         micro_batch_size: rows of a micro-batch.
         multiple_of: the width is rounded up to it; sequence parallelism splits positions over tp ranks.
     """
+    return run(batch, models, micro_batch_size, partial(_forward_step, role, multiple_of, temperature))
+
+
+def run(
+    batch: Batch, models: list[torch.nn.Module], micro_batch_size: int, forward_step: Callable[..., tuple]
+) -> list[float]:
+    """A schedule over fixed micro-batches of the rows in their order; returns the loss of each on the last stage.
+
+    Args:
+        batch: this data-parallel rank's rows.
+        models: this rank's chunks.
+        micro_batch_size: rows of a micro-batch.
+        forward_step: as megatron-core's schedules take it; its iterator gives the rows of each micro-batch.
+    """
     rows = batch["input_ids"].size(0)
     count = -(-rows // micro_batch_size)
 
@@ -49,7 +63,7 @@ def forward_backward(
             yield {name: value[start : start + micro_batch_size] for name, value in batch.items()}
 
     losses = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, role, multiple_of, temperature),
+        forward_step_func=forward_step,
         data_iterator=[micro_batches() for _ in models] if len(models) > 1 else micro_batches(),
         model=models if len(models) > 1 else models[0],
         num_microbatches=count,
@@ -64,10 +78,16 @@ def step(
     batch: Batch, role: str, models: list[torch.nn.Module], optimizer, micro_batch_size: int, *, multiple_of: int = 1
 ) -> float:
     """One optimizer step; returns the mean of the micro-batch losses (0 on stages without them)."""
+    gradients = partial(forward_backward, batch, role, models, micro_batch_size, multiple_of=multiple_of)
+    return optimizer_step(models, optimizer, gradients)
+
+
+def optimizer_step(models: list[torch.nn.Module], optimizer, gradients: Callable[[], list[float]]) -> float:
+    """A step along fresh gradients; returns the mean of the losses that came with them (0 where there are none)."""
     for model in models:
         model.zero_grad_buffer()
     optimizer.zero_grad()
-    losses = forward_backward(batch, role, models, micro_batch_size, multiple_of=multiple_of)
+    losses = gradients()
     optimizer.step()
     return sum(losses) / len(losses) if losses else 0.0
 

@@ -1,8 +1,9 @@
-"""The naive step on real ranks, its storages counted: what predictions of it are compared with."""
+"""Naive steps on real ranks, their storages counted: what predictions of them are compared with."""
 
 import gc
+from functools import partial
 
-from suites.baselines import fixed_split
+from suites.baselines import fixed_split, whole_logits
 from suites.ranks import gather_to_all, parallel_groups
 
 
@@ -27,6 +28,17 @@ def shape_and_rows(payload):
     }
 
 
+def naive_step(name, layout, rows):
+    """Fixed and padded micro-batches, or whole logits of packed ones, as ``predict_peak`` takes a step."""
+    multiple = layout.tp if layout.sequence_parallel else 1
+    step = {"fixed": partial(_fixed, rows), "whole logits": partial(whole_logits.step, micro_batch_size=rows)}[name]
+    return partial(step, multiple_of=multiple)
+
+
+def _fixed(rows, batch, models, optimizer, multiple_of):
+    fixed_split.step(batch, "actor", models, optimizer, rows, multiple_of=multiple_of)
+
+
 def peaks(payload):
     """The highest count of every rank in the second of two steps."""
     from steelyard.memory.record import Recorder
@@ -35,12 +47,12 @@ def peaks(payload):
 
     layout = ParallelLayout(**payload["layout"])
     shape, batch = shape_and_rows(payload)
-    multiple = layout.tp if layout.sequence_parallel else 1
+    step = naive_step(payload["step"], layout, payload["size"])
     with parallel_groups(layout, 1), Recorder() as recorder:
         models = build_model(shape, layout)
         optimizer = build_optimizer(models, lr=1e-3)
-        fixed_split.step(batch, "actor", models, optimizer, payload["size"], multiple_of=multiple)
+        step(batch, models, optimizer)
         gc.collect()
         since = recorder.count
-        fixed_split.step(batch, "actor", models, optimizer, payload["size"], multiple_of=multiple)
+        step(batch, models, optimizer)
         return gather_to_all(recorder.peaks(since)["build"].bytes)

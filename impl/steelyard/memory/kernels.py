@@ -29,20 +29,20 @@ class Kernels:
         rope: ``fused`` allocates the rotated tensor only; ``plain`` is a handful of operations. Both keep cosines and
             sines only.
         swiglu: ``fused`` keeps its input only (``bias_activation_fusion`` of megatron-core); ``plain`` also the
-            activated half.
+            activated half and a copy of the other one.
     """
 
     attention: Literal["flash", "exact"] = "flash"
     norm: Literal["fused", "plain"] = "fused"
     rope: Literal["fused", "plain"] = "plain"
-    swiglu: Literal["fused", "plain"] = "plain"
+    swiglu: Literal["fused", "plain"] = "fused"
 
 
 KERNELS: dict[str, Kernels] = {
-    # What build_model's models run on CUDA: torch's own kernels where it has them.
+    # What build_model's models run on CUDA: torch's own kernels where it has them, and megatron-core's SwiGLU.
     "cuda": Kernels(),
-    # Megatron-LM with TransformerEngine, and its default of a fused SwiGLU.
-    "fused": Kernels("flash", "fused", "fused", "fused"),
+    # Megatron-LM with TransformerEngine.
+    "fused": Kernels(rope="fused"),
     # What the same models run on a CPU.
     "cpu": Kernels("exact", "plain", "plain", "plain"),
 }

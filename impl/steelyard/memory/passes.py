@@ -108,7 +108,7 @@ class Passes:
         config: Any = models[0].config
         finish = config.finalize_model_grads_func
         config.finalize_model_grads_func = self._noting("gradient reduction", "temporary")(finish)
-        handles = [handle for model in models for handle in self._watch_logits(model)]
+        handles = [handle for model in models for handle in self._watch_ends(model)]
         try:
             with replaced(tuple(mine)):
                 yield
@@ -120,8 +120,10 @@ class Passes:
     def _noting(self, phase: str, tag: str) -> Callable[[Callable], Callable]:
         def make(original: Callable) -> Callable:
             def noted(*args: Any, **kwargs: Any) -> Any:
-                at_loss = phase == "backward" and _is_none(args[2])
-                self.recorder.enter(phase, "logits and loss" if at_loss else tag)
+                if phase == "backward" and _is_none(args[2]):
+                    self.recorder.enter("backward: loss", "logits and loss")
+                else:
+                    self.recorder.enter(phase, tag)
                 result = original(*args, **kwargs)
                 self.recorder.tag = "temporary"
                 return result
@@ -130,21 +132,30 @@ class Passes:
 
         return make
 
-    def _watch_logits(self, model: torch.nn.Module) -> Iterator[Any]:
-        bare = unwrap_model(model)
-        if not bare.post_process:
-            return
+    def _watch_ends(self, model: torch.nn.Module) -> Iterator[Any]:
+        """Layers all need alike; what comes before the first and after the last of them is a section of its own."""
+        recorder, bare = self.recorder, unwrap_model(model)
 
-        def before(module: torch.nn.Module, args: tuple) -> None:
-            if self.recorder.phase == "forward":
-                self.recorder.tag = "logits and loss"
+        def before_logits(module: torch.nn.Module, args: tuple) -> None:
+            if recorder.phase == "forward":
+                recorder.go_on("forward: logits", "logits and loss")
             if args[0].requires_grad:
-                args[0].register_hook(after_backward)
+                args[0].register_hook(lambda gradient: recorder.go_on("backward", "temporary"))
 
-        def after_backward(gradient: torch.Tensor) -> None:
-            self.recorder.tag = "temporary"
+        def after_logits(module: torch.nn.Module, args: tuple, output: Any) -> None:
+            logits = output[0] if isinstance(output, tuple) else output
+            if logits.requires_grad:
+                logits.register_hook(lambda gradient: recorder.go_on("backward: logits", "logits and loss"))
 
-        yield bare.output_layer.register_forward_pre_hook(before)
+        def after_embedding(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda gradient: recorder.go_on("backward: embedding", "temporary"))
+
+        if bare.post_process:
+            yield bare.output_layer.register_forward_pre_hook(before_logits)
+            yield bare.output_layer.register_forward_hook(after_logits)
+        if bare.pre_process:
+            yield bare.embedding.register_forward_hook(after_embedding)
 
     def _with_shapes(self, schedule: Callable) -> Callable:
         def run(**settings: Any) -> Any:

@@ -23,8 +23,9 @@ from steelyard.hints import did_you_mean
 from steelyard.memory.allocator import Event
 from steelyard.memory.fakes import fake_rank
 from steelyard.memory.kernels import KERNELS, Kernels
+from steelyard.memory.live import only_new_garbage
 from steelyard.memory.passes import Passes
-from steelyard.memory.record import PARTS, STATIC_PARTS, Holding, Recorder
+from steelyard.memory.record import PARTS, STATIC_PARTS, Holding, Recorder, phase_of
 from steelyard.model.build import build_model, build_optimizer
 from steelyard.parallel import ParallelLayout
 from steelyard.pipeline import legal_count
@@ -54,6 +55,8 @@ class MemoryPrediction:
         phase: in which of ``PHASES`` that is.
         parts: what the bytes are held for at that moment, by the names of ``record.PARTS``.
         phases: the highest moment of each phase.
+        sections: the same, with a phase's logits, loss and embedding apart from its layers (``backward: loss`` ...).
+            Each has a highest moment of one kind, which grows in a straight line with tokens and with layers.
         parameters: number of parameters on the rank.
         rank: which rank of the layout.
         stage: its pipeline stage.
@@ -74,6 +77,7 @@ class MemoryPrediction:
     seconds: float
     events: Sequence[Event] = ()
     extrapolated: bool = False
+    sections: Mapping[str, Holding] = dataclasses.field(default_factory=dict)
 
     @property
     def peak_gib(self) -> float:
@@ -143,7 +147,7 @@ def predict_peak(
         prompt_tokens: leading tokens of each row that are not scored.
         override_ddp_config, override_transformer_config: as for ``build_model``.
         trace: keep the events.
-        extrapolate: run models of two and of three layers per chunk instead, and continue each phase in a straight
+        extrapolate: run models of two and of three layers per chunk instead, and continue each section in a straight
             line. Exact as long as the moment of the peak is the same one in both. Models that are no deeper, or whose
             leading layers are of another kind, are run in full.
 
@@ -230,7 +234,7 @@ def _predict(setting: _Setting) -> MemoryPrediction:
         **RECOMPUTE[setting.recompute],
         **(setting.override_transformer_config or {}),
     }
-    with fake_rank(layout, setting.rank, setting.kernels) as recorder:
+    with only_new_garbage(), fake_rank(layout, setting.rank, setting.kernels) as recorder:
         recorder.tag = "parameters"
         models = build_model(
             setting.shape,
@@ -257,11 +261,10 @@ def _predict(setting: _Setting) -> MemoryPrediction:
         with passes.running(models):
             step(batch, models, optimizer)
         parameters = sum(parameter.numel() for model in models for parameter in model.parameters())
-        phases = {**recorder.peaks(since)}
-        phases["build"] = recorder.peaks(0)["build"]
+        sections = {**recorder.peaks(since), "build": recorder.peaks(0)["build"]}
         events = recorder.events() if setting.trace else []
     return _prediction(
-        {phase: phases[phase] for phase in PHASES if phase in phases},
+        sections,
         parameters,
         setting,
         time.perf_counter() - start,
@@ -270,19 +273,34 @@ def _predict(setting: _Setting) -> MemoryPrediction:
 
 
 def _prediction(
-    phases: Mapping[str, Holding], parameters: int, setting: _Setting, seconds: float, **more: Any
+    sections: Mapping[str, Holding], parameters: int, setting: _Setting, seconds: float, **more: Any
 ) -> MemoryPrediction:
+    phases: dict[str, Holding] = {}
+    for phase in PHASES:
+        of_phase = [held for section, held in sections.items() if phase_of(section) == phase]
+        if of_phase:
+            phases[phase] = max(of_phase, key=lambda held: held.bytes)
     phase = max(phases, key=lambda name: phases[name].bytes)
     stage = setting.rank * setting.layout.pp // setting.layout.world
     held = phases[phase]
     longest = max(length for part in setting.micro_batches for length in part)
     return MemoryPrediction(
-        held.bytes, phase, held.parts, phases, parameters, setting.rank, stage, longest, seconds, **more
+        held.bytes,
+        phase,
+        held.parts,
+        phases,
+        parameters,
+        setting.rank,
+        stage,
+        longest,
+        seconds,
+        sections=sections,
+        **more,
     )
 
 
 def _extrapolated(setting: _Setting, shallow: int, deep: int) -> MemoryPrediction:
-    """Every phase and part continued from two depths."""
+    """Every section and part continued from two depths."""
     shape = setting.shape
     start = time.perf_counter()
     one, two = (
@@ -294,13 +312,13 @@ def _extrapolated(setting: _Setting, shallow: int, deep: int) -> MemoryPredictio
     def line(at_shallow: int, at_deep: int) -> int:
         return round(at_shallow + far * (at_deep - at_shallow))
 
-    phases = {}
-    for name in one.phases:
-        near, next_ = one.phases[name], two.phases[name]
+    sections = {}
+    for name in one.sections:
+        near, next_ = one.sections[name], two.sections[name]
         parts = {part: line(near.parts.get(part, 0), next_.parts.get(part, 0)) for part in PARTS}
-        phases[name] = Holding(line(near.bytes, next_.bytes), {part: size for part, size in parts.items() if size})
+        sections[name] = Holding(line(near.bytes, next_.bytes), {part: size for part, size in parts.items() if size})
     return _prediction(
-        phases,
+        sections,
         line(one.parameters, two.parameters),
         setting,
         time.perf_counter() - start,

@@ -94,8 +94,9 @@ class Recorder(TorchDispatchMode):
     _blocks: list[_Block] = field(default_factory=list)
     # i: block i is born; ~i: it dies.
     _events: list[int] = field(default_factory=list)
-    # (phase, number of its first event)
+    # (section, number of its first event)
     _spans: list[tuple[str, int]] = field(default_factory=lambda: [("build", 0)])
+    _pass: int = 0
     _alive: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -103,13 +104,18 @@ class Recorder(TorchDispatchMode):
         self._before: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def enter(self, phase: str, tag: str) -> None:
-        """From now on the work belongs to ``phase``, and new storages to the part ``tag``."""
-        self._spans.append((phase, len(self._events)))
+        """A pass begins: from now on the work belongs to ``phase``, and new storages to the part ``tag``."""
+        self._pass += 1
+        self.go_on(phase, tag)
+
+    def go_on(self, section: str, tag: str) -> None:
+        """The same pass comes to another section of its phase, named ``phase: what``."""
+        self._spans.append((section, len(self._events)))
         self.tag = tag
 
     @property
     def phase(self) -> str:
-        return self._spans[-1][0]
+        return phase_of(self._spans[-1][0])
 
     def retag(self, tensor: torch.Tensor, tag: str) -> None:
         """Say what an already recorded storage is held for."""
@@ -159,8 +165,10 @@ class Recorder(TorchDispatchMode):
                 return Work.boxed(FakeWork())
             if func is _aten.masked_select.default and not isinstance(args[1], FakeTensor):
                 return args[0].new_empty(int(args[1].sum()))
+            # Outside the fake mode, in which a real mask could not say how many it chooses either.
+            args = _with_known_sizes(func, args)
             with self.fake:
-                return func(*_with_known_sizes(func, args), **kwargs)
+                return func(*args, **kwargs)
         if not given and _makes_floats(args, kwargs):
             with self.fake:
                 return func(*args, **kwargs)
@@ -180,14 +188,14 @@ class Recorder(TorchDispatchMode):
         if key in self._alive:
             return
         index = len(self._blocks)
-        self._blocks.append(_Block(storage.nbytes(), tag, len(self._spans)))
+        self._blocks.append(_Block(storage.nbytes(), tag, self._pass))
         self._alive[key] = index
         self._events.append(index)
         weakref.finalize(storage, self._dies, key, index).atexit = False
 
     def _dies(self, key: int, index: int) -> None:
         del self._alive[key]
-        self._blocks[index].died = len(self._spans)
+        self._blocks[index].died = self._pass
         self._events.append(~index)
 
     def _filled_by_others(self, tensor: torch.Tensor) -> None:
@@ -199,7 +207,7 @@ class Recorder(TorchDispatchMode):
         return "temporary" if block.tag == "activations" and block.died == block.born else block.tag
 
     def peaks(self, since: int = 0) -> dict[str, Holding]:
-        """The highest moment of each phase, from the event with number ``since`` on."""
+        """The highest moment of each section, from the event with number ``since`` on."""
         sizes = (self._blocks[event if event >= 0 else ~event].size for event in self._events)
         levels = list(
             itertools.accumulate(
@@ -207,14 +215,14 @@ class Recorder(TorchDispatchMode):
             )
         )
         best: dict[str, tuple[int, int]] = {}
-        for (phase, first), (_, end) in itertools.pairwise([*self._spans, ("", len(levels))]):
+        for (section, first), (_, end) in itertools.pairwise([*self._spans, ("", len(levels))]):
             if first < since and end <= since:
                 continue
-            # What a phase finds counts too: it may bring nothing of its own.
+            # What a section finds counts too: it may bring nothing of its own.
             for number in range(max(first, since, 1) - 1, end):
-                if levels[number] > best.get(phase, (0, 0))[0]:
-                    best[phase] = (levels[number], number)
-        return {phase: Holding(most, self._parts_at(number)) for phase, (most, number) in best.items()}
+                if levels[number] > best.get(section, (0, 0))[0]:
+                    best[section] = (levels[number], number)
+        return {section: Holding(most, self._parts_at(number)) for section, (most, number) in best.items()}
 
     def _parts_at(self, number: int) -> dict[str, int]:
         held = dict.fromkeys(PARTS, 0)
@@ -236,6 +244,11 @@ class Recorder(TorchDispatchMode):
             block = self._blocks[index]
             found.append(Event("alloc" if event >= 0 else "free", index, block.size, self._part(block)))
         return found
+
+
+def phase_of(section: str) -> str:
+    """``backward: loss`` is a section of ``backward``."""
+    return section.partition(":")[0]
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -38,6 +38,8 @@ def transformer_config(
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": F.silu,
+        # One kernel that keeps its input only: the product and its parts would be two more [T, ffn/tp] of every layer.
+        "bias_activation_fusion": _on_cuda(),
         "add_bias_linear": False,
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm,
@@ -48,6 +50,11 @@ def transformer_config(
     config = TransformerConfig(**settings)
     refuse_hanging_schedule(config, layout)
     return config
+
+
+def _on_cuda() -> bool:
+    """Whether models are built for CUDA now: under ``running_on("cpu")`` they are not, though a GPU may be there."""
+    return torch.cuda.is_available() and torch.device(torch.cuda.current_device()).type == "cuda"
 
 
 def layout_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, Any]:

@@ -41,7 +41,8 @@ def count(arguments):
     initialize_parallel(layout)
     batch, critic = RolloutBatch.of(rows(given["micro_batches"])), given.get("critic", False)
     recorder = Recorder()
-    with recorder:
+    # Predictions on a CPU count what is not compiled.
+    with torch.compiler.set_stance("force_eager"), recorder:
         models = build_model(
             shape,
             layout,

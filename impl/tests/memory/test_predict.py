@@ -12,6 +12,7 @@ from counted_ranks import MICRO_BATCHES, SHAPE
 from megatron.core import parallel_state
 
 from steelyard.errors import BatchError, InputError, PlanError
+from steelyard.memory import fakes
 from steelyard.memory.fakes import STAND_INS
 from steelyard.memory.live import rounded
 from steelyard.memory.predict import RECOMPUTE, predict_peak
@@ -32,6 +33,8 @@ CASES = {
     "plain optimizer": {"layout": {"dp": 2}, "ddp": {"use_distributed_optimizer": False}},
     "overlapped gradients": {"layout": {"dp": 2}, "ddp": {"overlap_grad_reduce": True, "bucket_size": 20000}},
     "experts": {"shape": EXPERTS},
+    "fused SwiGLU": {"transformer": {"bias_activation_fusion": True}},
+    "experts with fused SwiGLU": {"shape": EXPERTS, "transformer": {"bias_activation_fusion": True}},
 }
 
 
@@ -45,7 +48,7 @@ def test_within_two_percent_of_the_same_step_counted_on_real_ranks(ranks, name):
         "micro_batches": MICRO_BATCHES,
         "critic": case.get("critic", False),
         "ddp": case.get("ddp"),
-        "transformer": RECOMPUTE[case.get("recompute", "none")],
+        "transformer": {**RECOMPUTE[case.get("recompute", "none")], **case.get("transformer", {})},
     }
     output = ranks("counted_ranks:count", layout.world, json.dumps(given))
     counted = [json.loads(line.split(" ", 1)[1]) for line in output.splitlines() if line.startswith("COUNTED")]
@@ -64,6 +67,7 @@ def test_within_two_percent_of_the_same_step_counted_on_real_ranks(ranks, name):
             recompute=case.get("recompute", "none"),
             kernels="cpu",
             override_ddp_config=case.get("ddp"),
+            override_transformer_config=case.get("transformer"),
         )
         assert predicted.peak_bytes == pytest.approx(one["peak"], rel=0.02)
 
@@ -110,6 +114,30 @@ def test_a_straight_line_through_two_depths_meets_the_full_run():
     assert continued.phase == full.phase
     assert continued.peak_bytes == pytest.approx(full.peak_bytes, rel=0.01)
     assert continued.parts["activations"] == pytest.approx(full.parts["activations"], rel=0.01)
+
+
+def test_what_is_highest_in_shallow_models_only_does_not_bend_the_line():
+    # Two short layers need less than the gradient of the embedding; ten need more.
+    wide = dataclasses.replace(SHAPE, layers=20, vocab=16384)
+    full, continued = (
+        predict_peak(wide, ParallelLayout(pp=2), [[256]] * 3, extrapolate=extrapolate) for extrapolate in (False, True)
+    )
+    assert continued.phases["backward"].bytes == pytest.approx(full.phases["backward"].bytes, rel=0.002)
+    assert continued.sections["backward"].bytes < continued.sections["backward: embedding"].bytes or (
+        continued.phases["backward"] == continued.sections["backward"]
+    )
+
+
+def test_chunks_of_logits_that_are_left_out_change_no_figure(monkeypatch):
+    # A wide vocabulary: 5 chunks.
+    wide = dataclasses.replace(SHAPE, vocab=65536)
+    some = predict_peak(wide, ParallelLayout(), [[1200]] * 2)
+    monkeypatch.setattr(fakes, "STAND_INS", tuple(one for one in STAND_INS if one.name != "_parts"))
+    every = predict_peak(wide, ParallelLayout(), [[1200]] * 2)
+    assert some.phase == "backward"
+    assert {name: held.parts for name, held in some.phases.items()} == {
+        name: held.parts for name, held in every.phases.items()
+    }
 
 
 def test_a_step_of_your_own_sees_the_rows_and_must_repeat_itself():

@@ -22,6 +22,11 @@ def highest(layout, tokens, **settings):
     )
 
 
+def found_peak(layout, tokens, stage, **settings):
+    rank = stage_ranks(layout)[stage]
+    return predict_peak(SHAPE, layout, usual_micro_batches(layout, tokens), rank=rank, **settings).peak_bytes
+
+
 @pytest.mark.parametrize(("sizes", "settings"), [({"pp": 2}, {}), ({"tp": 2, "cp": 2}, {"recompute": "full"})])
 def test_the_threshold_fits_and_a_little_more_does_not(sizes, settings):
     layout = ParallelLayout(**sizes)
@@ -31,10 +36,26 @@ def test_the_threshold_fits_and_a_little_more_does_not(sizes, settings):
     assert found.prediction.longest == found.tokens
     assert found.prediction.peak_bytes <= found.available_bytes
     assert highest(layout, found.tokens, **settings) == found.prediction.peak_bytes
-    more = found.tokens + max(8, found.tokens // 100 // 8 * 8)
+    more = found.tokens + max(8, found.tokens // 200 // 8 * 8 + 8)
     assert highest(layout, more, **settings) > found.available_bytes
-    assert found.runs <= 2 * len(stage_ranks(layout)) + 4
+    assert found.runs <= 2 * len(stage_ranks(layout)) + 6
     assert found.breaks_first.startswith(("activations of the", "logits and loss of the"))
+    # Lines between lengths that were run come near a run; with so few words a chunk of logits grows to 65,536 tokens.
+    between = found.tokens // 2 // 8 * 8
+    assert found.peak_at(between).bytes == pytest.approx(found_peak(layout, between, found.stage, **settings), rel=0.02)
+    assert found.peak_at(found.tokens).bytes == found.prediction.peak_bytes
+    assert found.peak_at(2 * found.tokens).bytes > found.available_bytes
+
+
+def test_the_search_follows_a_bend():
+    def two_rows_when_long(tokens):
+        return [[tokens] * (1 if tokens < 8000 else 2)] * 2
+
+    found = largest_response(SHAPE, ParallelLayout(), 0.3, reserve_gib=0.1, micro_batches=two_rows_when_long)
+    assert found.tokens > 8000
+    assert found.prediction.peak_bytes <= found.available_bytes
+    more = found.tokens + found.tokens // 200 + 1
+    assert predict_peak(SHAPE, ParallelLayout(), two_rows_when_long(more)).peak_bytes > found.available_bytes
 
 
 def test_positions_can_be_what_stops():

@@ -47,6 +47,16 @@ def test_overrides_of_the_transformer_config_arrive():
     assert transformer_config(SHAPE, ParallelLayout(), overrides=overrides).recompute_granularity == "full"
 
 
+def test_swiglu_is_fused_where_models_are_built_for_cuda(monkeypatch):
+    assert not transformer_config(SHAPE, ParallelLayout()).bias_activation_fusion
+    # What torch answers where there is a GPU; running_on("cpu") answers with the CPU there too.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cuda", 0))
+    assert transformer_config(SHAPE, ParallelLayout()).bias_activation_fusion
+    with host.running_on("cpu"):
+        assert not transformer_config(SHAPE, ParallelLayout()).bias_activation_fusion
+
+
 def attention(**settings):
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, kv_channels=8, **settings)
     return PackedAttention(config, 1, None, "self")
