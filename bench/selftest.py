@@ -43,7 +43,7 @@ POWER = 0.95
 # Timed metrics in a report of the smoke matrix.
 METRICS = 10
 REPORTS = 1000
-PAIRS = (8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512)
+PAIRS = (8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
 ROUND_PAIRS = 100
 LEAST_ROUNDS = 2
 # What is judged in a step, and where it says something: wall time everywhere, processor time of all ranks on a CPU.

@@ -216,7 +216,9 @@ def _pipeline(job: Job, setting: Setting, clock: Clock) -> Pipeline | None:
     split = layout.tp if layout.sequence_parallel else 1
     size = 2 * job.shape.hidden * row_tokens(layout, job.longest) / split
     p2p = size / _rate(job, layout.world) * sum(1 / share for share in LINKS) / 2
-    return Pipeline(layout.pp, layout.vpp, layout.group, _backward(job, setting), p2p, stage_cost)
+    # As ``StepSettings.pipeline`` does it: virtual stages are planned with their exchange of shapes.
+    exchange = layout.vpp > 1
+    return Pipeline(layout.pp, layout.vpp, layout.group, _backward(job, setting), p2p, stage_cost, exchange)
 
 
 def _dynamic(job: Job, setting: Setting, clock: Clock, pipeline: Pipeline | None) -> _Split:
