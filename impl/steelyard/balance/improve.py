@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from steelyard.balance.bins import Bins
 from steelyard.balance.partition import bin_sums
+from steelyard.pipeline.graph import program
 from steelyard.pipeline.schedule import Pipeline
-from steelyard.pipeline.simulate import Runs, makespans, program, run_many
+from steelyard.pipeline.simulate import Runs, makespans, run_many
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -25,8 +25,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from steelyard.pipeline.graph import program
 from steelyard.pipeline.schedule import Pipeline
-from steelyard.pipeline.simulate import makespans, program
+from steelyard.pipeline.simulate import makespans
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
