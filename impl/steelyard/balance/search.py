@@ -39,7 +39,8 @@ FEW = 2  # items per micro-batch below which sizes are what the items are, and m
 HALVINGS = 12  # of the interval that the time of a count is searched in
 DOUBLINGS = 64  # of the first guess of that time, before a count is given up
 PAIRS = 400_000  # pairs of items offered to levelling
-BUDGET = 600_000  # simulated passes that moves may cost a step
+BUDGET = 600_000  # simulated passes that moves may cost a step of up to ``RANKS`` ranks; more for more
+RANKS = 4
 
 
 def arrange(batch: Batch, settings: Settings, ranks: int, least: int, packed: Bins, *, exact: bool) -> list[Bins]:
@@ -62,7 +63,7 @@ def arrange(batch: Batch, settings: Settings, ranks: int, least: int, packed: Bi
         starts = _starts(batch, settings, pipeline, ranks, counts, packed)
     tried = [Step.of(hands, items, pipeline) for hands in starts]
     tried.sort(key=lambda one: float(one.times.max()))
-    budget = BUDGET
+    budget = BUDGET * max(RANKS, ranks) // RANKS
     for one in tried:
         if budget > 0:  # the most promising first; what it leaves goes to the next
             budget = improve(one, items, pipeline, budget)
