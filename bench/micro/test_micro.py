@@ -7,11 +7,15 @@ import pytest
 import torch
 
 from steelyard.balance import plan_step
+from steelyard.cost import ModelShape
 from steelyard.lengths import workload
+from steelyard.memory.predict import predict_peak
 from steelyard.packing import PackedLayout, next_token_labels, pack, unpack
+from steelyard.parallel import ParallelLayout
 from steelyard.pipeline import Pipeline, best_order, simulate
 
 SIMULATION_LIMIT_S = 0.1
+PREDICTION_LIMIT_S = 20.0
 
 
 @pytest.mark.benchmark(group="plan")
@@ -74,3 +78,13 @@ def test_unpack(benchmark, rows):
 def test_next_token_labels(benchmark, rows):
     ids, layout = rows
     assert benchmark(next_token_labels, ids, layout).numel() == layout.total
+
+
+@pytest.mark.benchmark(group="predict")
+def test_predict_peak_of_a_7b_model(benchmark):
+    """The first stage of tp2 pp2 dp2 with four micro-batches of 16k tokens, all layers."""
+    layout, shape = ParallelLayout(tp=2, pp=2, dp=2), ModelShape.preset("qwen2.5-7b")
+    found = benchmark.pedantic(predict_peak, (shape, layout, [[2048] * 8] * 4), rounds=3)
+    assert found.parameters == 1_903_953_408
+    if benchmark.enabled:
+        assert benchmark.stats.stats.median < PREDICTION_LIMIT_S
