@@ -29,5 +29,8 @@ fi
 [ -d .tox/harness ] || echo "Installing torch, megatron-core and the harness into .tox/ (once, some minutes) ..." >&2
 
 in_harness() {
-    .venv/bin/tox run -qq -e harness -- "$@"
+    # tox makes the environment and keeps it; the command runs beside tox, which would join its lines into one.
+    .venv/bin/tox run -qq -e harness -- bash -c : || return
+    env PATH="$PWD/.tox/harness/bin:$PATH" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONIOENCODING=utf-8 \
+        OMP_NUM_THREADS=1 "$@"
 }

@@ -18,8 +18,9 @@ every planner:
 
 A planner that stops with an error (``RefusedError``) or plans a count that Megatron refuses has an infinite time.
 Steelyard's must keep the cap; without a pipeline its count must not be above that of any other planner that keeps the
-cap, with one its predicted time not by more than half a percent. Work is ``24576 * s + s * s`` for all, plus the linear work of ``fixed_tokens`` tokens
-for each micro-batch, or of as many as ``suites.calibrate`` finds on this machine; predicted series name the number.
+cap, with one its predicted time not by more than half a percent. Work is ``24576 * s + s * s`` for all, plus the linear
+work of ``fixed_tokens`` tokens for each micro-batch, or of as many as ``suites.calibrate`` finds on this machine;
+predicted series name the number.
 """
 
 from __future__ import annotations
