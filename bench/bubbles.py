@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bench.stats import Ratio, median, ratio_of_medians
+from bench.table import range_text
 from steelyard.pipeline.simulate import Span
 
 if TYPE_CHECKING:
@@ -98,8 +99,7 @@ def bubbles_text(rows: list[Bubbles]) -> str:
     errors = [abs(error) for row in rows for error in row.error if error is not None]
     if not ratios or not errors:
         return ""
-    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
     return (
-        f"; on pipelines the plan is {low if low == high else f'{low} to {high}'} times as fast as the naive order "
+        f"; on pipelines the plan is {range_text(ratios, 2)} times as fast as the naive order "
         f"(paced), its predicted time off by {median(errors):.1%} in the median and {max(errors):.1%} at worst"
     )

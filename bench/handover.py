@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bench.stats import median
+from bench.table import range_text
 
 if TYPE_CHECKING:
     from bench.record import Status
@@ -99,13 +100,8 @@ def handover_text(rows: list[Handover]) -> str:
     gains = [row.gain for row in rows if row.gain is not None]
     if not gains:
         return ""
-    text = f"; a hand-over leaves the rollout engine {_range(gains)} GiB more (predicted)"
+    text = f"; a hand-over leaves the rollout engine {range_text(gains, 2)} GiB more (predicted)"
     measured = [row.measured_gain for row in rows if row.measured_gain is not None]
     if measured:
-        text += f", {_range(measured)} GiB more (measured)"
+        text += f", {range_text(measured, 2)} GiB more (measured)"
     return text
-
-
-def _range(values: list[float]) -> str:
-    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
-    return low if low == high else f"{low} to {high}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bench.stats import median
+from bench.table import range_text
 
 if TYPE_CHECKING:
     from bench.record import Status
@@ -167,8 +168,7 @@ def oom_text(rows: list[Oom]) -> str:
     gains = [row.gain for row in rows if row.gain is not None]
     text = ""
     if gains:
-        low, high = f"{min(gains):.1f}", f"{max(gains):.1f}"
-        text = f"; responses {low if low == high else f'{low} to {high}'} times as long fit (predicted)"
+        text = f"; responses {range_text(gains, 1)} times as long fit (predicted)"
     grown = [one.share for row in rows for (side, _), one in row.growth.items() if side == "optimised"]
     if grown:
         text += f"; more micro-batches raise the optimised peak by at most {max(grown):.1%} (predicted)"

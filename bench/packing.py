@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bench.stats import Ratio, ratio_of_medians
+from bench.table import range_text
 
 if TYPE_CHECKING:
     from bench.record import Status
@@ -78,5 +79,4 @@ def packing_text(rows: list[Packing]) -> str:
     ratios = [row.ratio.value for row in rows if row.ratio]
     if not ratios:
         return ""
-    low, high = f"{min(ratios):.1f}", f"{max(ratios):.1f}"
-    return f"; packing is {low if low == high else f'{low} to {high}'} times as fast as with host reads"
+    return f"; packing is {range_text(ratios, 1)} times as fast as with host reads"

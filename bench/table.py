@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,12 @@ def two(pair: tuple[float | None, float | None], factor: float = 1.0) -> str:
         NONE if one is None else f"{one:,.0f}" if one >= 100 or one == int(one) else f"{one:.{3 - len(f'{one:.0f}')}f}"
         for one in scaled
     )
+
+
+def range_text(values: Sequence[float], digits: int) -> str:
+    """The least and the greatest, once where they are written alike."""
+    low, high = f"{min(values):.{digits}f}", f"{max(values):.{digits}f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def number(value: float | None) -> str:

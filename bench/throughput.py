@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bench.stats import Ratio, ratio_of_medians
+from bench.table import range_text
 
 if TYPE_CHECKING:
     from bench.record import Status
@@ -84,8 +85,7 @@ def throughput_text(rows: Sequence[Throughput]) -> str:
     ratios = [row.ratio.value for row in rows if row.ratio]
     if not ratios:
         return ""
-    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
-    return f"; the optimised step is {low if low == high else f'{low} to {high}'} times as fast as the naive one"
+    return f"; the optimised step is {range_text(ratios, 2)} times as fast as the naive one"
 
 
 def _largest_difference(one: Iterable[float], other: Iterable[float]) -> float:

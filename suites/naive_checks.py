@@ -33,7 +33,7 @@ def mean_of_means_error(
         cell.role,
         models.plain,
         size,
-        multiple_of=layout.tp if layout.sequence_parallel else 1,
+        multiple_of=layout.tokens_split_over_tp,
         temperature=judging.TEMPERATURE,
     )
     return judging.gradient_error(models.plain, case, case.verdicts[options]).error

@@ -137,7 +137,7 @@ class Case:
     def ways(self) -> list[Way]:
         """The optimised one, and the naive ones that this layout can run."""
         rows, layout = self.cell.micro_batch_size, self.layout
-        multiple = self.step_settings.tokens_split_over_tp
+        multiple = self.layout.tokens_split_over_tp
 
         def one_row(tokens: int) -> MicroBatches:
             return usual_micro_batches(layout, tokens)

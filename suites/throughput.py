@@ -227,7 +227,7 @@ def _naive(cell: Cell, batch: dict[str, Any]) -> _Side:
         import torch
 
         mine = take_rows(batch, list(range(rank * each, (rank + 1) * each)))
-        multiple = layout.tp if layout.sequence_parallel else 1
+        multiple = layout.tokens_split_over_tp
         loss = fixed_split.step(mine, cell.role, models, optimizer, cell.micro_batch_size, multiple_of=multiple)
         mean = torch.tensor([loss], device=torch.cuda.current_device())
         dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())

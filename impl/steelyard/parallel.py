@@ -92,6 +92,16 @@ class ParallelLayout:
         return bool(self.sp)
 
     @property
+    def tokens_split_over_tp(self) -> int:
+        """Tensor-parallel ranks that share the tokens of a rank: all under sequence parallelism, else one."""
+        return self.tp if self.sequence_parallel else 1
+
+    @property
+    def row_alignment(self) -> int:
+        """Tokens of a row come in multiples of this, so that sequence and context parallelism can split them."""
+        return self.tokens_split_over_tp * (2 * self.cp if self.cp > 1 else 1)
+
+    @property
     def expert_tensor_parallel(self) -> int:
         """``etp`` with its default resolved."""
         return self.etp or self.tp

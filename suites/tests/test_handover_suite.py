@@ -4,12 +4,10 @@ import gc
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from steelyard.errors import InputError
 from steelyard.memory import Event, Offloader
 from steelyard.memory.predict import STATIC_PARTS
-from steelyard.model import host
 from suites import SUITES, handover, matrix
 from suites.baselines import rollout_memory
 from suites.handover import ALONE, GIB, KEPT, Case, Trace
@@ -32,16 +30,6 @@ def values(series):
 @pytest.fixture(scope="module")
 def prediction():
     return handover.predicted(Case.of(make_cell(model=LARGER)))
-
-
-@pytest.fixture
-def one_rank():
-    with host.running_on("cpu"):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
 
 
 def test_a_hand_over_leaves_the_engine_more_and_says_what_holds_the_rest(prediction):

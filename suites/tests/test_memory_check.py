@@ -1,16 +1,13 @@
 """Predicted memory against what is counted: on a CPU for real, and what would be asked of CUDA on a stand-in."""
 
 import dataclasses
-from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from steelyard.errors import InputError
 from steelyard.memory import replay
 from steelyard.memory.record import Recorder
-from steelyard.model import host
 from suites import memory_check
 from suites.handover import Case
 from suites.matrix import Cell, Layout, Sizes
@@ -21,16 +18,6 @@ SIZES = Sizes(layers=4, hidden=64, ffn=160, heads=8, kv_heads=4, head_dim=8, voc
 def make_cell(**settings):
     given = {"rows": 8, "scale": 32.0, "micro_batch_size": 2, "model": SIZES, **settings}
     return Cell(suite="memory", workload="rl-code-16k-cap", **given)
-
-
-@contextmanager
-def one_rank():
-    with host.running_on("cpu"):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
 
 
 def by_metric(series):
@@ -89,11 +76,12 @@ class Cuda:
         return {"segments": segments, "device_traces": [trace]}
 
 
-def test_what_cuda_is_asked():
+def test_what_cuda_is_asked(request):
     cuda, case = Cuda(), Case.of(make_cell(dtype="bfloat16"))
     # The prediction with the kernels of a CPU stands for a GPU here, whose fused kernels nothing can run.
     prediction = memory_check.predicted(case, "cpu")
-    with one_rank(), torch.compiler.set_stance("force_eager"), Recorder() as cuda.recorder:
+    request.getfixturevalue("one_rank")  # only now: what belongs to a process group cannot predict
+    with torch.compiler.set_stance("force_eager"), Recorder() as cuda.recorder:
         counted = memory_check.counted_by_cuda(case, cuda)
     assert not cuda.recording, "the history is switched off again"
     assert counted.allocated == cuda.max_memory_allocated()

@@ -143,14 +143,9 @@ class Fit:
         return f"{peak:.1f} of {self.available_gib:.1f} GiB{where} ({self.phase}){lacks}: {parts}"
 
 
-def row_alignment(layout: ParallelLayout) -> int:
-    """Rows come in multiples of this many tokens; ``StepSettings.alignment`` without its imports."""
-    return (layout.tp if layout.sequence_parallel else 1) * (2 * layout.cp if layout.cp > 1 else 1)
-
-
 def row_tokens(layout: ParallelLayout, row: int) -> int:
     """Tokens that a row of ``row`` tokens takes on one context-parallel rank."""
-    alignment = row_alignment(layout)
+    alignment = layout.row_alignment
     return -(-row // alignment) * alignment // layout.cp
 
 
@@ -275,7 +270,7 @@ def _response(job: Job, setting: Setting, tokens: float) -> int:
     layout = setting.layout
     most = job.shape.max_positions
     if math.isfinite(tokens):
-        alignment = row_alignment(layout)
+        alignment = layout.row_alignment
         row = tokens * layout.cp / (setting.micro_batch_size or 1)
         most = min(most, math.floor(row / alignment) * alignment)
     return max(0, most - job.max_prompt)
@@ -310,5 +305,5 @@ def least_gib(job: Job, setting: Setting) -> float:
         forward = shape.experts_per_token * shape.moe_ffn / wide if shape.experts else shape.ffn
         whole *= 4
         shared = (shape.heads + 2 * shape.kv_heads) * shape.head_dim + 3 * forward
-    kept = whole / (layout.tp if layout.sequence_parallel else 1) + shared / layout.tp
+    kept = whole / layout.tokens_split_over_tp + shared / layout.tp
     return (static + 2 * kept * layers * micro_batch_tokens(job, setting)) / GIB

@@ -10,7 +10,7 @@ from steelyard.advise.job import Job
 from steelyard.advise.memory import check, row_tokens
 from steelyard.advise.predictions import Predictions
 from steelyard.advise.setting import Setting
-from steelyard.errors import InputError
+from steelyard.picture_file import new_figure, write_figure
 
 POINTS = 24
 MOST = 8
@@ -39,11 +39,7 @@ def draw(job: Job, settings: Sequence[Setting], predictions: Predictions, path: 
     Raises:
         InputError: matplotlib is not installed, or it cannot write such a file there.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError("a picture needs matplotlib: pip install matplotlib, or leave --picture out") from None
-    figure = Figure(figsize=(9.0, 5.2), layout="constrained")
+    figure = new_figure(figsize=(9.0, 5.2), layout="constrained")
     axis = figure.subplots()
     for number, setting in enumerate(settings[:MOST]):
         responses, gib = zip(*peaks(job, setting, predictions), strict=True)
@@ -68,12 +64,7 @@ def draw(job: Job, settings: Sequence[Setting], predictions: Predictions, path: 
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     axis.set_title(f"{job.shape.name}, {job.gpus} GPUs: predicted, not verified on a GPU", fontsize=10)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"--picture {path}: cannot be written ({error}): name a .png file in a folder that is there"
-        ) from None
+    write_figure(figure, path)
 
 
 def name_of(setting: Setting) -> str:

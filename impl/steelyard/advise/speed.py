@@ -19,7 +19,7 @@ import numpy as np
 
 from steelyard.advise.job import TRAINED, Job
 from steelyard.advise.machine import Gpu
-from steelyard.advise.memory import micro_batch_tokens, rank_parameters, row_alignment, row_tokens
+from steelyard.advise.memory import micro_batch_tokens, rank_parameters, row_tokens
 from steelyard.advise.setting import Setting
 from steelyard.balance import plan_step
 from steelyard.balance.plan import summarize_step
@@ -213,19 +213,16 @@ def _pipeline(job: Job, setting: Setting, clock: Clock) -> Pipeline | None:
     output = _shares(job)["output"]
     stage_cost = [(1 - output) / chunks] * chunks
     stage_cost[-1] += output
-    split = layout.tp if layout.sequence_parallel else 1
-    size = 2 * job.shape.hidden * row_tokens(layout, job.longest) / split
+    size = 2 * job.shape.hidden * row_tokens(layout, job.longest) / layout.tokens_split_over_tp
     p2p = size / _rate(job, layout.world) * sum(1 / share for share in LINKS) / 2
-    # As ``StepSettings.pipeline`` does it: virtual stages are planned with their exchange of shapes.
-    exchange = layout.vpp > 1
-    return Pipeline(layout.pp, layout.vpp, layout.group, _backward(job, setting), p2p, stage_cost, exchange)
+    return Pipeline.of(layout, backward=_backward(job, setting), p2p=p2p, stage_cost=stage_cost)
 
 
 def _dynamic(job: Job, setting: Setting, clock: Clock, pipeline: Pipeline | None) -> _Split:
     """What ``plan_step`` plans for the drawn rows."""
     layout = setting.layout
     budget = micro_batch_tokens(job, setting) * layout.cp
-    return _planned(job, clock, layout.tp * layout.cp, row_alignment(layout), budget, layout.dp, pipeline)
+    return _planned(job, clock, layout.tp * layout.cp, layout.row_alignment, budget, layout.dp, pipeline)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -294,7 +291,7 @@ def traffic(job: Job, setting: Setting, tokens: int) -> dict[str, float]:
     size = 2 * shape.head_dim * moved * layers * (forward + trained)
     found["cp"] = seconds(size, layout.cp, layout.tp * layout.cp)
     # Tokens to their experts and back.
-    spread = local / (layout.tp if layout.sequence_parallel else 1) * shape.experts_per_token
+    spread = local / layout.tokens_split_over_tp * shape.experts_per_token
     size = 4 * shape.hidden * spread * shape.moe_layers / layout.pp * (forward + trained)
     found["ep"] = seconds(size, layout.ep, layout.ep * layout.expert_tensor_parallel)
     # Gradients in float32 to the rank that owns them, weights in bfloat16 back.

@@ -169,7 +169,7 @@ class Passes:
 
     def _plan_transfers(self, shapes: list[Shape]) -> None:
         layout = self.layout
-        split = layout.tp if layout.sequence_parallel else 1
+        split = layout.tokens_split_over_tp
         states = [(length // split, rows, self.hidden) for rows, length in shapes]
         table = schedules.get_schedule_table(len(states), layout.vpp, layout.group)
         first = parallel_state.get_pipeline_model_parallel_rank() == 0

@@ -129,7 +129,7 @@ class _Search:
 
     @property
     def alignment(self) -> int:
-        return StepSettings(max_tokens=1, layout=self.layout).alignment
+        return self.layout.row_alignment
 
     @property
     def most(self) -> int:

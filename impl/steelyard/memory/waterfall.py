@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from steelyard.errors import InputError
 from steelyard.memory.predict import GIB, MemoryPrediction
 from steelyard.memory.record import PARTS
+from steelyard.picture_file import new_figure, write_figure
 
 
 def draw(stages: Mapping[str, MemoryPrediction], path: Path, title: str, capacity_gib: float | None = None) -> None:
@@ -16,13 +16,7 @@ def draw(stages: Mapping[str, MemoryPrediction], path: Path, title: str, capacit
     Raises:
         InputError: matplotlib is not installed, or it cannot write such a file there.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError(
-            "a picture needs matplotlib: install it (pip install matplotlib), or leave --picture out"
-        ) from None
-    figure = Figure(figsize=(max(6.4, 4.6 * len(stages)), 4.8), layout="constrained")
+    figure = new_figure(figsize=(max(6.4, 4.6 * len(stages)), 4.8), layout="constrained")
     axes = figure.subplots(1, len(stages), sharey=True, squeeze=False)[0]
     shown = [part for part in PARTS if any(one.parts.get(part, 0) >= GIB / 100 for one in stages.values())]
     for axis, (name, one) in zip(axes, stages.items(), strict=True):
@@ -44,9 +38,4 @@ def draw(stages: Mapping[str, MemoryPrediction], path: Path, title: str, capacit
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("GiB allocated")
     figure.suptitle(title, fontsize=10)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"--picture {path}: cannot be written ({error}): name a .png file in a folder that is there"
-        ) from None
+    write_figure(figure, path)

@@ -18,9 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from steelyard.errors import LayoutError, PlanError
+
+if TYPE_CHECKING:
+    from steelyard.parallel import ParallelLayout
 
 Direction = Literal["F", "B"]
 
@@ -58,6 +61,14 @@ class Pipeline:
     p2p: float = 0.0
     stage_cost: Sequence[float] | None = None
     exchange: bool = False
+
+    @classmethod
+    def of(cls, layout: ParallelLayout, **more: Any) -> Pipeline:
+        """The pipeline that a plan for ``layout`` reckons with; ``more`` are further attributes.
+
+        Stages always exchange shapes. With one chunk each they hardly wait for it, and plans are made faster without.
+        """
+        return cls(layout.pp, layout.vpp, layout.group, exchange=layout.vpp > 1, **more)
 
     def __post_init__(self) -> None:
         for name in ("stages", "virtual"):

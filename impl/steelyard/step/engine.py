@@ -70,12 +70,7 @@ class StepSettings:
     @property
     def alignment(self) -> int:
         """Tokens of a row come in multiples of this, so that sequence and context parallelism can split them."""
-        return self.tokens_split_over_tp * (2 * self.layout.cp if self.layout.cp > 1 else 1)
-
-    @property
-    def tokens_split_over_tp(self) -> int:
-        """Tensor-parallel ranks that share the tokens of a rank: all under sequence parallelism, else one."""
-        return self.layout.tp if self.layout.sequence_parallel else 1
+        return self.layout.row_alignment
 
     @property
     def budget(self) -> int:
@@ -91,8 +86,7 @@ class StepSettings:
         layout = self.layout
         if layout.pp == 1:
             return None
-        # Stages always exchange shapes. With one chunk each they hardly wait for it, and plans are made faster without.
-        return Pipeline(layout.pp, virtual=layout.vpp, group=layout.group, exchange=layout.vpp > 1)
+        return Pipeline.of(layout)
 
 
 def plan(batch: RolloutBatch, settings: StepSettings) -> list[list[int]]:
@@ -193,7 +187,7 @@ def forward_backward_batch(
                     needed,
                     device=device,
                     packed=settings.packed,
-                    tp=settings.tokens_split_over_tp,
+                    tp=settings.layout.tokens_split_over_tp,
                     cp=layout.cp,
                     cp_rank=parallel_state.get_context_parallel_rank(),
                     place=role.place,

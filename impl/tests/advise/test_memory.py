@@ -10,7 +10,6 @@ from steelyard.advise.memory import (
     least_gib,
     micro_batch_tokens,
     questions,
-    row_alignment,
     row_tokens,
 )
 from steelyard.advise.predictions import ROW, Question, predict, stages
@@ -89,7 +88,7 @@ def test_the_longest_response_is_the_longest_that_fits(job, predictions):
         return check(one, replace(setting, max_tokens=row_tokens(layout, one.longest)), predictions).fits
 
     assert fits(longest)
-    assert not fits(longest + row_alignment(layout))
+    assert not fits(longest + layout.row_alignment)
     fixed = check(small, replace(setting, micro_batch_size=2), predictions)
     assert fixed.largest_response + small.max_prompt == pytest.approx((longest + small.max_prompt) / 2, abs=2)
 
@@ -114,7 +113,7 @@ def test_a_micro_batch_holds_its_budget_or_one_longest_row_or_its_fixed_rows(job
 
 @pytest.mark.parametrize("layout", [ParallelLayout(tp=4), ParallelLayout(tp=2, cp=2), ParallelLayout(tp=2, sp=False)])
 def test_rows_are_aligned_as_the_engine_aligns_them(layout):
-    assert row_alignment(layout) == StepSettings(max_tokens=1, layout=layout).alignment
+    assert layout.row_alignment == StepSettings(max_tokens=1, layout=layout).alignment
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])

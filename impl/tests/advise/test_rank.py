@@ -8,7 +8,7 @@ import pytest
 
 from steelyard.advise import Setting, check
 from steelyard.advise.changes import changes, whether_nodes_help, whether_ranks_help, with_more_nodes
-from steelyard.advise.memory import least_gib, row_alignment, row_tokens
+from steelyard.advise.memory import least_gib, row_tokens
 from steelyard.advise.rank import candidates, ranked
 from steelyard.advise.speed import (
     EFFICIENCY,
@@ -81,7 +81,7 @@ def test_plan_figures_are_those_of_plan_step(job, clock, layout):
     setting = Setting(layout, row_tokens(layout, job.longest))
     pipeline = _pipeline(job, setting, clock)
     budget, cost = setting.max_tokens * layout.cp, _on_group(clock, layout.tp * layout.cp)
-    lengths = slots_of(job, row_alignment(layout))
+    lengths = slots_of(job, layout.row_alignment)
     plans = plan_step(lengths, budget, layout.dp, cost=cost, pipeline=pipeline)
     found = speed(job, setting, clock)
     assert found.micro_batches == max(map(len, plans))
